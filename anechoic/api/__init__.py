@@ -1,0 +1,19 @@
+"""The verbs. Each is one typed function that returns an Outcome; `anechoic.VERB` and the command line are both made of it.
+
+The modules here import nothing heavy at the top, so that `anechoic --help` never loads torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+
+# The verb as it is typed on the command line -> the module of this package that holds the function.
+VERBS = {
+    "models": "catalogue",
+}
+
+
+def verb(name: str) -> Callable:
+    """The function behind a verb (`encode-latents` is `encode_latents`)."""
+    return getattr(import_module(f"anechoic.api.{VERBS[name]}"), name.replace("-", "_"))
