@@ -1,4 +1,4 @@
-"""The command line: `anechoic VERB ...` calls the function of that name in `anechoic.api`, its arguments typed by tyro."""
+"""The command line: `anechoic VERB ...` calls the verb of that name in `anechoic.api`, its arguments typed by tyro."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def philox(counter: Sequence[Tensor], key: Sequence[int]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Draws:
-    """Random numbers for a batch of samples. ids and visits: int64 tensors (B,) on the device the numbers are wanted on."""
+    """Random numbers for a batch of samples. ids and visits: int64 tensors (B,) on the device that wants the numbers."""
 
     seed: int
     ids: Tensor

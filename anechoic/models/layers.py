@@ -1,0 +1,369 @@
+"""What the transformers share: patches, positions, time, attention, MLP, the block, and the base of every network.
+
+Not here: whole networks (one file each) and the shortcut itself (anechoic/shortcut.py).
+Legend: B batch, N tokens, D width, H heads, C channels, p patch side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anechoic.errors import UserError
+from anechoic.shortcut import (
+    SCHEDULES,
+    AlphaMin,
+    Branch,
+    Read,
+    Shortcut,
+    Slot,
+    Stream,
+    resolve_alpha_min,
+    shortcut_factors,
+)
+
+# ---- configuration common to all networks
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkConfig:
+    """What every network has; alpha_min="auto" is replaced by its number, so that a saved config says all."""
+
+    image_size: int | tuple[int, int] = 224
+    in_channels: int = 3
+    alpha_min: AlphaMin = 1.0
+    schedule: str | tuple[float, ...] = "linear"
+    form: str = "identity"
+    zero_init: bool | None = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.image_size, list):
+            object.__setattr__(self, "image_size", tuple(self.image_size))
+        if isinstance(self.schedule, list):
+            object.__setattr__(self, "schedule", tuple(self.schedule))
+        if self.in_channels < 1:
+            raise UserError(f"in_channels must be at least 1, not {self.in_channels}.")
+        if isinstance(self.schedule, str) and self.schedule in SCHEDULES:
+            number = resolve_alpha_min(self.alpha_min, len(self.branch_kinds), schedule=SCHEDULES[self.schedule])
+            object.__setattr__(self, "alpha_min", number)
+
+    @property
+    def branch_kinds(self) -> list[str]:
+        """The kind of every decayed residual branch, in execution order."""
+        raise AssertionError("each network's config says which branches it has")
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(height, width)"""
+        return self.image_size if isinstance(self.image_size, tuple) else (self.image_size, self.image_size)
+
+    @property
+    def factors(self) -> list[tuple[float, float]]:
+        """(alpha, beta) of every branch, in execution order."""
+        return shortcut_factors(self.branch_kinds, alpha_min=self.alpha_min, schedule=self.schedule, form=self.form)
+
+    def make_shortcuts(self) -> list[Shortcut]:
+        learnable = self.form == "learnable"
+        return [
+            Shortcut(alpha, beta, learnable=learnable, kind=kind)
+            for kind, (alpha, beta) in zip(self.branch_kinds, self.factors, strict=True)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig(NetworkConfig):
+    """A network of `depth` pre-norm blocks on patches: two residual branches a block, attention first."""
+
+    patch_size: int = 16
+    dim: int = 768
+    depth: int = 12
+    num_heads: int = 12
+    mlp_ratio: float = 4.0
+    norm_eps: float | tuple[float, ...] = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.depth < 1:
+            raise UserError(f"depth must be at least 1, not {self.depth}.")
+        if isinstance(self.norm_eps, list):
+            object.__setattr__(self, "norm_eps", tuple(self.norm_eps))
+        super().__post_init__()
+        check_grid(self.size, self.patch_size)
+        check_heads(self.dim, self.num_heads)
+
+    @property
+    def branch_kinds(self) -> list[str]:
+        return ["attention", "mlp"] * self.num_blocks
+
+    @property
+    def num_blocks(self) -> int:
+        return self.depth
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(rows, columns) of patches"""
+        return self.size[0] // self.patch_size, self.size[1] // self.patch_size
+
+    def eps_per_norm(self, count: int) -> list[float]:
+        """One eps per norm, in execution order."""
+        if not isinstance(self.norm_eps, tuple):
+            return [self.norm_eps] * count
+        if len(self.norm_eps) != count:
+            raise UserError(
+                f"norm_eps lists {len(self.norm_eps)} numbers for {count} norms: give one number or one each."
+            )
+        return list(self.norm_eps)
+
+
+def check_grid(size: tuple[int, int], patch_size: int) -> None:
+    if min(size) < 1 or size[0] % patch_size or size[1] % patch_size:
+        raise UserError(
+            f"Images of {size[0]} x {size[1]} cannot be cut into {patch_size} x {patch_size} patches: choose "
+            f"multiples of {patch_size}."
+        )
+
+
+def check_heads(dim: int, num_heads: int) -> None:
+    if num_heads < 1 or dim % num_heads:
+        raise UserError(f"A width of {dim} cannot be split into {num_heads} heads: choose a divisor of {dim}.")
+
+
+def check_images(images: Tensor, in_channels: int) -> None:
+    if images.ndim != 4 or images.shape[1] != in_channels:
+        raise UserError(f"Expected images of shape (batch, {in_channels}, height, width), not {tuple(images.shape)}.")
+
+
+# ---- patches
+
+
+def patchify(images: Tensor, patch_size: int) -> Tensor:
+    """(B, C, H, W) -> (B, N, p*p*C), row-major patches, each ordered (row, column, channel)."""
+    B, C, H, W = images.shape
+    p = patch_size
+    check_grid((H, W), p)
+    x = images.reshape(B, C, H // p, p, W // p, p)
+    return x.permute(0, 2, 4, 3, 5, 1).reshape(B, (H // p) * (W // p), p * p * C)
+
+
+def unpatchify(patches: Tensor, patch_size: int, grid: tuple[int, int]) -> Tensor:
+    """(B, N, p*p*C) -> (B, C, H, W), the inverse of patchify."""
+    B, _, width = patches.shape
+    p, (h, w) = patch_size, grid
+    x = patches.reshape(B, h, w, p, p, width // (p * p))
+    return x.permute(0, 5, 1, 3, 2, 4).reshape(B, width // (p * p), h * p, w * p)
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """Rows of x (B, N, D) by index (B, K) -> (B, K, D)."""
+    return x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
+
+
+class PatchEmbed(nn.Module):
+    """The linear map of a patch, its weight kept in a convolution's shape (D, C, p, p) as ViT checkpoints have it."""
+
+    def __init__(self, in_channels: int, patch_size: int, dim: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(in_channels, dim, kernel_size=patch_size, stride=patch_size)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """(B, N, p*p*C) as patchify orders them -> (B, N, D)"""
+        weight = self.proj.weight.permute(0, 2, 3, 1).flatten(1)  # (D, p*p*C)
+        return F.linear(patches, weight, self.proj.bias)
+
+
+# ---- positions and time
+
+
+def sincos_positions(dim: int, grid: tuple[int, int]) -> Tensor:
+    """(N, D) fixed positions: the first half of the width encodes the column, the second the row, each [sin, cos]."""
+    if dim % 4:
+        raise UserError(f"Sine-cosine positions need a width divisible by 4, not {dim}.")
+    frequencies = 10000.0 ** (-torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))
+    rows, columns = torch.meshgrid(*(torch.arange(n, dtype=torch.float64) for n in grid), indexing="ij")
+    halves = [axis.reshape(-1, 1) * frequencies for axis in (columns, rows)]
+    return torch.cat([part for half in halves for part in (half.sin(), half.cos())], dim=1).float()
+
+
+def time_embedding(t: Tensor, dim: int) -> Tensor:
+    """(B,) -> (B, dim): cosines then sines of t at frequencies 10000^(-j / (dim/2))."""
+    half = dim // 2
+    frequencies = torch.exp(-math.log(10000.0) * torch.arange(half, dtype=torch.float32, device=t.device) / half)
+    angles = t.float()[:, None] * frequencies
+    return torch.cat([angles.cos(), angles.sin()], dim=1)
+
+
+# ---- blocks
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention, scale head_dim^-0.5."""
+
+    def __init__(self, dim: int, num_heads: int, *, qkv_bias: bool = True) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, N, D = x.shape
+        qkv = self.qkv(x).view(B, N, 3, self.num_heads, D // self.num_heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, H, N, D/H)
+        x = F.scaled_dot_product_attention(q, k, v)
+        return self.proj(x.transpose(1, 2).reshape(B, N, D))
+
+
+class Mlp(nn.Module):
+    """Linear, GELU, linear."""
+
+    def __init__(self, dim: int, hidden: int, *, gelu: Literal["none", "tanh"] = "none") -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden)
+        self.act = nn.GELU(approximate=gelu)
+        self.fc2 = nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.act(self.fc1(x)))
+
+
+class DropPath(nn.Module):
+    """Drops a branch for whole samples with the given rate and rescales the rest, in training only."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, fx: Tensor) -> Tensor:
+        if self.rate == 0 or not self.training:
+            return fx
+        keep = torch.rand(fx.shape[0], *[1] * (fx.ndim - 1), device=fx.device) >= self.rate
+        return fx * (keep.to(fx.dtype) / (1 - self.rate))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block: attention, then MLP, each joined to the stream by a Shortcut."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        mlp_ratio: float = 4.0,
+        qkv_bias: bool = True,
+        shortcuts: Sequence[Shortcut] | None = None,
+        eps: Sequence[float] = (1e-6, 1e-6),
+        drop_path: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, eps=eps[0])
+        self.attn = Attention(dim, num_heads, qkv_bias=qkv_bias)
+        self.norm2 = nn.LayerNorm(dim, eps=eps[1])
+        self.mlp = Mlp(dim, int(dim * mlp_ratio))
+        self.drop_path = DropPath(drop_path)
+        self.shortcut1, self.shortcut2 = shortcuts or (Shortcut(kind="attention"), Shortcut(kind="mlp"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.shortcut1(x, self.drop_path(self.attn(self.norm1(x))))
+        return self.shortcut2(x, self.drop_path(self.mlp(self.norm2(x))))
+
+    def branches(self) -> list[Branch]:
+        return [
+            Branch(self.shortcut1, Read(norms=(self.norm1,)), self.attn.proj),
+            Branch(self.shortcut2, Read(norms=(self.norm2,)), self.mlp.fc2),
+        ]
+
+
+def weight_and_bias(module: nn.Module) -> tuple[Slot, ...]:
+    return tuple(Slot(module, name) for name, _ in module.named_parameters(recurse=False) if name in ("weight", "bias"))
+
+
+@torch.no_grad()
+def xavier_linears(module: nn.Module) -> None:
+    """Xavier-uniform weights and zero biases for every linear layer below module; norms are born at 1 and 0."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            nn.init.xavier_uniform_(layer.weight)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+
+
+@torch.no_grad()
+def zero_branch_outputs(blocks: Iterable[Any]) -> None:
+    """Zero the last map of every branch, so that training starts at the decayed identity and norms grow slowly."""
+    for block in blocks:
+        for branch in block.branches():
+            for slot in weight_and_bias(branch.writer):
+                nn.init.zeros_(getattr(slot.owner, slot.name))
+
+
+# ---- the base of every network
+
+MARKS = ("alphas", "betas")
+
+
+class Network(nn.Module):
+    """A network whose residual branches meet in Shortcuts.
+
+    Factors other than 1 are also kept in the buffers `alphas` and `betas`: they mark the state dict, so that weights
+    are not loaded into a network that would use them differently. The forward pass uses the Shortcuts' own floats.
+    """
+
+    config: NetworkConfig
+
+    def __init__(self, config: NetworkConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def mark(self, shortcuts: Sequence[Shortcut]) -> None:
+        if any(shortcut.learnable for shortcut in shortcuts):
+            return  # the learned alphas are parameters, and their keys mark the state dict
+        for name, factors in (("alphas", [s.alpha for s in shortcuts]), ("betas", [s.beta for s in shortcuts])):
+            if any(factor != 1 for factor in factors):
+                self.register_buffer(name, torch.tensor(factors))
+
+    def stream(self) -> Stream:
+        """The residual stream, for surgery."""
+        raise AssertionError("each network describes its own stream")
+
+    def norms(self) -> list[nn.Module]:
+        """Every norm that has an eps of its own in the config, in execution order."""
+        raise AssertionError("each network lists its own norms")
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        check_marks(self, state_dict)
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+def check_marks(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    """Refuse weights whose shortcut factors are not the model's, before anything is written."""
+    own = {name: value for name, value in model.named_buffers() if name.rpartition(".")[2] in MARKS}
+    given = {name: value for name, value in state_dict.items() if name.rpartition(".")[2] in MARKS}
+    for name in sorted(own.keys() | given.keys()):
+        if name not in own:
+            raise UserError(
+                f"These weights belong to shortcuts with factors {_span(given[name])}, but this network's are plain: "
+                f"build it with the alpha_min, schedule and form they were trained with, or fold them first."
+            )
+        if name not in given:
+            raise UserError(
+                f"These weights belong to plain shortcuts, but this network's have factors {_span(own[name])}: "
+                f"build it with alpha_min=1, or convert the plain network with anechoic.decay."
+            )
+        if own[name].is_meta:
+            continue
+        same_length = own[name].shape == given[name].shape
+        if not same_length or not torch.allclose(
+            own[name].cpu().double(), given[name].cpu().double(), atol=4e-3, rtol=0
+        ):
+            raise UserError(
+                f"These weights belong to shortcuts with factors {_span(given[name])}, but this network's are "
+                f"{_span(own[name])}: build it with the alpha_min, schedule and form they were trained with."
+            )
+
+
+def _span(factors: Tensor) -> str:
+    return f"{float(factors[0]):.4g} to {float(factors[-1]):.4g} over {len(factors)} branches"

@@ -1,0 +1,279 @@
+"""The masked autoencoder: an encoder on the visible patches, a decoder that predicts the hidden ones.
+
+With skips (the decayed MAE of the paper) the decoder starts without content and hears the encoder only through skip
+layers; without them it is the original MAE. Pooling, probing and training live elsewhere. (Sections 3.2 and 4.)
+Legend: B batch, N patches, K kept patches, M masked patches, E encoder width, D decoder width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anechoic.errors import UserError
+from anechoic.models.layers import (
+    Block,
+    Network,
+    TransformerConfig,
+    check_heads,
+    check_images,
+    patchify,
+    sincos_positions,
+    take,
+    xavier_linears,
+    zero_branch_outputs,
+)
+from anechoic.models.vit import VisionTransformer, ViTConfig
+from anechoic.shortcut import Read, Slot, Stream, Tap, Write
+
+
+@dataclass(frozen=True, kw_only=True)
+class MAEConfig(TransformerConfig):
+    """zero_init None: true, except for the original MAE (no skips, no decay). encoder_norm None: not skips.
+
+    norm_eps belongs to the encoder; the decoder is never decayed and has one eps.
+    """
+
+    zero_init: bool | None = None
+    encoder_norm: bool | None = None
+    qkv_bias: bool = True
+    position_scale: float = 1.0
+    skips: bool = True
+    decoder_dim: int = 512
+    decoder_depth: int = 8
+    decoder_num_heads: int = 16
+    decoder_norm_eps: float = 1e-6
+    mask_ratio: float = 0.75
+    norm_pix: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_heads(self.decoder_dim, self.decoder_num_heads)
+        if not 0 <= self.mask_ratio < 1 or self.num_kept < 1:
+            raise UserError(
+                f"mask_ratio {self.mask_ratio} leaves no patch of {self.grid[0] * self.grid[1]} visible: lower it."
+            )
+        if self.skips and not skip_sources(self.depth, self.decoder_depth):
+            raise UserError(
+                "Skips need an encoder of at least 2 blocks and a decoder of at least 1: deepen it or set skips=False."
+            )
+        if self.zero_init is None:
+            object.__setattr__(self, "zero_init", self.skips or any(alpha != 1 for alpha, _ in self.factors))
+        if self.encoder_norm is None:
+            object.__setattr__(self, "encoder_norm", not self.skips)
+
+    @property
+    def num_kept(self) -> int:
+        return int(self.grid[0] * self.grid[1] * (1 - self.mask_ratio))
+
+    @property
+    def encoder(self) -> ViTConfig:
+        return ViTConfig(
+            image_size=self.image_size,
+            in_channels=self.in_channels,
+            alpha_min=self.alpha_min,
+            schedule=self.schedule,
+            form=self.form,
+            zero_init=self.zero_init,
+            patch_size=self.patch_size,
+            dim=self.dim,
+            depth=self.depth,
+            num_heads=self.num_heads,
+            mlp_ratio=self.mlp_ratio,
+            norm_eps=self.norm_eps,
+            qkv_bias=self.qkv_bias,
+            position_scale=self.position_scale,
+            norm=bool(self.encoder_norm),
+        )
+
+
+def skip_sources(depth: int, decoder_depth: int) -> list[int]:
+    """Encoder blocks that feed decoder blocks 0, 1, ...: deepest first, spread down to the shallow ones."""
+    n = min(depth // 2, decoder_depth)
+    return [round(depth - 1 - i * (depth - 2) / max(1, n - 1)) for i in range(n)]
+
+
+class Prediction(NamedTuple):
+    """loss: mean squared error over masked patches. mask (B, N): 1 where hidden.
+
+    prediction: (B, N, p*p*C) in evaluation; in training only the masked patches are predicted, (B, M, p*p*C), in the
+    order of their noise.
+    """
+
+    loss: Tensor
+    prediction: Tensor
+    mask: Tensor
+
+
+class Masking(NamedTuple):
+    """keep (B, K) and hidden (B, M): patch indices. place (B, 1 + N): for class and patches, the row of
+    [class, kept..., filler] that belongs there. mask (B, N)."""
+
+    keep: Tensor
+    hidden: Tensor
+    place: Tensor
+    mask: Tensor
+
+
+def mask_by_noise(noise: Tensor, num_kept: int) -> Masking:
+    """Keep the num_kept patches of smallest noise (B, N) in every sample."""
+    B = len(noise)
+    shuffle = noise.argsort(dim=1, stable=True)
+    restore = shuffle.argsort(dim=1)
+    place = restore.clamp(max=num_kept) + 1
+    class_place = torch.zeros(B, 1, dtype=place.dtype, device=place.device)
+    mask = (restore >= num_kept).to(noise.dtype)
+    return Masking(shuffle[:, :num_kept], shuffle[:, num_kept:], torch.cat([class_place, place], dim=1), mask)
+
+
+def normalise_patches(patches: Tensor) -> Tensor:
+    """Each patch to mean 0 and unbiased variance 1."""
+    variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)
+    return (patches - mean) / (variance + 1e-6).sqrt()
+
+
+class SkipLayer(nn.Module):
+    """x + MLP([encoder tokens with a mask token for the hidden ones, x]): one long skip into the decoder.
+
+    The first linear is applied to the kept tokens and to the mask token once, and the results are put in place: the
+    same sum as concatenating first, without the work for equal rows.
+    """
+
+    def __init__(self, encoder_dim: int, dim: int) -> None:
+        super().__init__()
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, encoder_dim))
+        self.fc1 = nn.Linear(encoder_dim + dim, dim)
+        self.fc2 = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, encoded: Tensor, place: Tensor) -> Tensor:
+        """x (B, 1 + N, D), encoded (B, 1 + K, E), place (B, 1 + N) -> (B, 1 + N, D)"""
+        E = encoded.shape[-1]
+        rows = torch.cat([encoded, self.mask_token.expand(len(encoded), -1, -1)], dim=1)
+        heard = take(F.linear(rows, self.fc1.weight[:, :E]), place)
+        own = F.linear(x, self.fc1.weight[:, E:], self.fc1.bias)
+        return x + self.fc2(F.silu(heard + own))
+
+
+class MaskedAutoencoder(Network):
+    """forward(images (B, C, H, W), noise (B, N) or None) -> Prediction; `encoder` is the VisionTransformer to keep."""
+
+    config: MAEConfig
+    decoder_positions: Tensor
+    skips: Sequence[SkipLayer]
+
+    def __init__(self, config: MAEConfig) -> None:
+        super().__init__(config)
+        dim = config.decoder_dim
+        self.encoder = VisionTransformer(config.encoder)
+        self.sources = skip_sources(config.depth, config.decoder_depth) if config.skips else []
+        self.register_buffer("decoder_positions", sincos_positions(dim, config.grid)[None], persistent=False)
+        if config.skips:
+            self.decoder_class_token = nn.Parameter(torch.zeros(1, 1, dim))
+            self.decoder_embed = nn.Linear(dim, dim)
+            self.skips = nn.ModuleList(SkipLayer(config.dim, dim) for _ in self.sources)  # type: ignore[assignment]
+        else:
+            self.mask_token = nn.Parameter(torch.zeros(1, 1, dim))
+            self.decoder_embed = nn.Linear(config.dim, dim)
+        eps = config.decoder_norm_eps
+        self.decoder_blocks = nn.ModuleList(
+            Block(dim, config.decoder_num_heads, mlp_ratio=config.mlp_ratio, qkv_bias=config.qkv_bias, eps=(eps, eps))
+            for _ in range(config.decoder_depth)
+        )
+        self.decoder_norm = nn.LayerNorm(dim, eps=eps)
+        self.predictor = nn.Linear(dim, config.patch_size**2 * config.in_channels)
+        self.initialise()
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        for part in (self.decoder_embed, self.decoder_blocks, self.predictor):
+            xavier_linears(part)
+        if self.config.skips:
+            nn.init.normal_(self.decoder_class_token, std=0.02)
+            for skip in self.skips:
+                xavier_linears(skip)
+                nn.init.normal_(skip.mask_token, std=0.02)
+                nn.init.zeros_(skip.fc2.weight)
+        else:
+            nn.init.normal_(self.mask_token, std=0.02)
+        if self.config.zero_init:
+            zero_branch_outputs(self.decoder_blocks)
+        if self.config.zero_init and self.config.skips:
+            # The skip design starts from a prediction of exactly 0; the original path keeps its predictor.
+            nn.init.zeros_(self.predictor.weight)
+
+    def forward(self, images: Tensor, noise: Tensor | None = None) -> Prediction:
+        check_images(images, self.config.in_channels)
+        p = self.config.patch_size
+        patches = patchify(images, p)
+        B, N, _ = patches.shape
+        grid = (images.shape[2] // p, images.shape[3] // p)
+        if noise is None:
+            noise = torch.rand(B, N, device=images.device)
+        masking = mask_by_noise(noise, int(N * (1 - self.config.mask_ratio)))
+
+        taps = self.encode(patches, grid, masking.keep)
+        x = self.decode(taps, masking.place, grid)
+        if self.training:
+            hidden = self.predictor(self.decoder_norm(take(x, masking.hidden + 1)))
+            prediction = hidden
+        else:
+            prediction = self.predictor(self.decoder_norm(x[:, 1:]))
+            hidden = take(prediction, masking.hidden)
+        target = take(patches, masking.hidden)
+        if self.config.norm_pix:
+            target = normalise_patches(target)
+        return Prediction(F.mse_loss(hidden, target), prediction, masking.mask)
+
+    def encode(self, patches: Tensor, grid: tuple[int, int], keep: Tensor) -> list[Tensor]:
+        """The encoder tensors (B, 1 + K, E) the decoder hears: the skip sources, deepest first, or the final output."""
+        x = self.encoder.embed(patches, grid, keep)
+        outputs = {}
+        for i, block in enumerate(self.encoder.blocks):
+            x = block(x)
+            if i in self.sources:
+                outputs[i] = x
+        if self.config.skips:
+            return [outputs[i] for i in self.sources]
+        return [x if self.encoder.norm is None else self.encoder.norm(x)]
+
+    def decode(self, taps: list[Tensor], place: Tensor, grid: tuple[int, int]) -> Tensor:
+        """-> decoder stream (B, 1 + N, D) before the final norm."""
+        B = len(place)
+        positions = self.decoder_positions
+        if grid != self.config.grid:
+            positions = sincos_positions(self.config.decoder_dim, grid)[None].to(positions)
+        if self.config.skips:
+            start = torch.cat([self.decoder_class_token, positions], dim=1)
+            x = self.decoder_embed(start).expand(B, -1, -1)
+        else:
+            rows = torch.cat([self.decoder_embed(taps[0]), self.mask_token.expand(B, -1, -1)], dim=1)
+            x = take(rows, place) + F.pad(positions, (0, 0, 1, 0))
+        for i, block in enumerate(self.decoder_blocks):
+            if i < len(self.sources):
+                x = self.skips[i](x, taps[i], place)
+            x = block(x)
+        return x
+
+    def norms(self) -> list[nn.Module]:
+        return self.encoder.norms()
+
+    def stream(self) -> Stream:
+        """The encoder's stream; the undecayed decoder reads it through the skip layers (or after the final norm)."""
+        encoder = self.encoder.stream()
+        if not self.config.skips:
+            return encoder
+        readers = dict(zip((f"block{i}" for i in self.sources), self.skips, strict=True))
+        events = []
+        for event in encoder.events:
+            events.append(event)
+            if isinstance(event, Tap) and event.name in readers:
+                skip = readers[event.name]
+                # A mask token stands in for stream tokens, so it is in the stream's scale.
+                events.append(Read(maps=(Slot(skip.fc1, "weight", columns=(0, self.config.dim)),)))
+                events.append(Write((Slot(skip, "mask_token"),)))
+        return Stream(tuple(events), encoder.ends_raw)
