@@ -50,7 +50,7 @@ def with_json_flag(function: Callable) -> Callable:
     flag = inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool)
     run.__signature__ = plain.replace(parameters=[*plain.parameters.values(), flag], return_annotation=None)  # type: ignore[attr-defined]
     run.__annotations__ = {**hints, "json": bool, "return": None}
-    del run.__wrapped__  # type: ignore[attr-defined]
+    del run.__wrapped__
     return run
 
 

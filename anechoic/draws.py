@@ -33,7 +33,7 @@ def philox(counter: Sequence[Tensor], key: Sequence[int]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Draws:
-    """Random numbers for a batch of samples. ids and visits: int64 tensors (B,) on the device that wants the numbers."""
+    """Random numbers for a batch of samples. ids and visits: int64 tensors (B,) on the device to draw on."""
 
     seed: int
     ids: Tensor

@@ -125,6 +125,11 @@ class Shortcut(nn.Module):
     def learnable(self) -> bool:
         return isinstance(self.alpha, nn.Parameter)
 
+    @property
+    def factors(self) -> tuple[float, float]:
+        """(alpha, beta) as numbers"""
+        return float(self.alpha.detach() if isinstance(self.alpha, Tensor) else self.alpha), self.beta
+
     def forward(self, x: Tensor, fx: Tensor) -> Tensor:
         if isinstance(self.alpha, Tensor):
             return torch.addcmul(fx, x, self.alpha.to(x.dtype))
@@ -135,8 +140,8 @@ class Shortcut(nn.Module):
         return torch.add(x, fx, alpha=self.beta / self.alpha).mul_(self.alpha)
 
     def extra_repr(self) -> str:
-        alpha = f"{float(self.alpha):.4f}"
-        return f"{self.kind}, alpha={alpha}" + (f", beta={self.beta:.4f}" if self.beta != 1 else "")
+        alpha, beta = self.factors
+        return f"{self.kind}, alpha={alpha:.4f}" + (f", beta={beta:.4f}" if beta != 1 else "")
 
 
 Form = Literal["identity", "branch", "both", "attention", "mlp", "learnable", "plain"]
@@ -250,11 +255,14 @@ class Add:
     tap: str
 
 
+Event = Write | Read | Branch | Tap | Concatenate | Add
+
+
 @dataclass(frozen=True)
 class Stream:
     """A model's residual stream. ends_raw: the stream itself is an output, not only what a norm or head makes of it."""
 
-    events: tuple[Write | Read | Branch | Tap | Concatenate | Add, ...]
+    events: tuple[Event, ...]
     ends_raw: bool
 
     @property

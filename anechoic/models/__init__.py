@@ -9,11 +9,17 @@ from typing import Any
 from anechoic.errors import UserError
 from anechoic.models.layers import Network, NetworkConfig
 from anechoic.models.mae import MAEConfig, MaskedAutoencoder
+from anechoic.models.resnet import ResNet, ResNetConfig
+from anechoic.models.sit import SiT, SiTConfig
+from anechoic.models.uvit import UViT, UViTConfig
 from anechoic.models.vit import VisionTransformer, ViTConfig
 
 FAMILIES: dict[str, tuple[type[NetworkConfig], type[Network]]] = {
     "vit": (ViTConfig, VisionTransformer),
     "mae": (MAEConfig, MaskedAutoencoder),
+    "uvit": (UViTConfig, UViT),
+    "sit": (SiTConfig, SiT),
+    "resnet": (ResNetConfig, ResNet),
 }
 
 
@@ -24,6 +30,9 @@ def _sizes(**columns: tuple) -> dict[str, dict[str, Any]]:
 
 VIT_SIZES = _sizes(tiny=(192, 12, 3), small=(384, 12, 6), base=(768, 12, 12), large=(1024, 24, 16), huge=(1280, 32, 16))
 
+UVIT_SIZES = _sizes(small=(512, 12, 8), mid=(768, 16, 12), large=(1024, 20, 16), huge=(1152, 28, 16))
+SIT_SIZES = _sizes(s=(384, 12, 6), b=(768, 12, 12), l=(1024, 24, 16), xl=(1152, 28, 16))
+
 
 def _table() -> dict[str, tuple[str, dict[str, Any]]]:
     """Every model's name -> (family, the options that make its size)."""
@@ -32,6 +41,12 @@ def _table() -> dict[str, tuple[str, dict[str, Any]]]:
         for size, options in VIT_SIZES.items():
             for patch in (4, 8, 14, 16):
                 table[f"{family}_{size}_patch{patch}"] = (family, {**options, "patch_size": patch})
+    for size, options in UVIT_SIZES.items():
+        table[f"uvit_{size}"] = ("uvit", {**options, "final_conv": size != "huge"})
+    for size, options in SIT_SIZES.items():
+        for patch in (2, 4, 8):
+            table[f"sit_{size}_patch{patch}"] = ("sit", {**options, "patch_size": patch})
+    table["resnet18"] = ("resnet", {})
     return table
 
 

@@ -6,6 +6,7 @@ Legend: B batch, N tokens, D width, H heads, C channels, p patch side.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,10 +21,12 @@ from anechoic.shortcut import (
     SCHEDULES,
     AlphaMin,
     Branch,
+    Event,
     Read,
     Shortcut,
     Slot,
     Stream,
+    Tap,
     resolve_alpha_min,
     shortcut_factors,
 )
@@ -133,9 +136,13 @@ def check_heads(dim: int, num_heads: int) -> None:
         raise UserError(f"A width of {dim} cannot be split into {num_heads} heads: choose a divisor of {dim}.")
 
 
-def check_images(images: Tensor, in_channels: int) -> None:
-    if images.ndim != 4 or images.shape[1] != in_channels:
-        raise UserError(f"Expected images of shape (batch, {in_channels}, height, width), not {tuple(images.shape)}.")
+def check_images(images: Tensor, in_channels: int, size: tuple[int, int] | None = None) -> None:
+    """size: the only (height, width) the network takes, where its positions are learned."""
+    if images.ndim != 4 or images.shape[1] != in_channels or (size and tuple(images.shape[2:]) != size):
+        wanted = f"(batch, {in_channels}, {size[0] if size else 'height'}, {size[1] if size else 'width'})"
+        raise UserError(
+            f"Expected images of shape {wanted}, not {tuple(images.shape)}: convert them or rebuild the model."
+        )
 
 
 # ---- patches
@@ -195,6 +202,33 @@ def time_embedding(t: Tensor, dim: int) -> Tensor:
     frequencies = torch.exp(-math.log(10000.0) * torch.arange(half, dtype=torch.float32, device=t.device) / half)
     angles = t.float()[:, None] * frequencies
     return torch.cat([angles.cos(), angles.sin()], dim=1)
+
+
+# ---- labels
+
+
+def label_rows(num_classes: int | None, label_dropout: float) -> int:
+    """Rows of the label table: the classes, and a null row if labels are ever dropped; 0 for no conditioning."""
+    if num_classes is None:
+        return 0
+    if num_classes < 1 or not 0 <= label_dropout < 1:
+        raise UserError(
+            f"num_classes must be positive and label_dropout in [0, 1), not {num_classes} and {label_dropout}."
+        )
+    return num_classes + (label_dropout > 0)
+
+
+def labels_or_null(
+    labels: Tensor | None, batch: int, num_classes: int | None, label_dropout: float, device: torch.device
+) -> Tensor | None:
+    """The table rows (B,) to look up: the given labels, or the null row for all; None for an unconditional network."""
+    if num_classes is None:
+        if labels is not None:
+            raise UserError("This network is unconditional and takes no labels: build it with num_classes.")
+        return None
+    if labels is None and label_dropout == 0:
+        raise UserError("This network was built without a null label (label_dropout=0): give labels.")
+    return torch.full((batch,), num_classes, device=device) if labels is None else labels
 
 
 # ---- blocks
@@ -277,6 +311,11 @@ class Block(nn.Module):
         ]
 
 
+def tapped(blocks: Iterable[Any]) -> list[Event]:
+    """The branches of each block, and behind it a tap named after its index."""
+    return [event for i, block in enumerate(blocks) for event in (*block.branches(), Tap(f"block{i}"))]
+
+
 def weight_and_bias(module: nn.Module) -> tuple[Slot, ...]:
     return tuple(Slot(module, name) for name, _ in module.named_parameters(recurse=False) if name in ("weight", "bias"))
 
@@ -292,11 +331,11 @@ def xavier_linears(module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def zero_branch_outputs(blocks: Iterable[Any]) -> None:
+def zero_branch_outputs(events: Iterable[Event]) -> None:
     """Zero the last map of every branch, so that training starts at the decayed identity and norms grow slowly."""
-    for block in blocks:
-        for branch in block.branches():
-            for slot in weight_and_bias(branch.writer):
+    for event in events:
+        if isinstance(event, Branch):
+            for slot in weight_and_bias(event.writer):
                 nn.init.zeros_(getattr(slot.owner, slot.name))
 
 
@@ -321,7 +360,8 @@ class Network(nn.Module):
     def mark(self, shortcuts: Sequence[Shortcut]) -> None:
         if any(shortcut.learnable for shortcut in shortcuts):
             return  # the learned alphas are parameters, and their keys mark the state dict
-        for name, factors in (("alphas", [s.alpha for s in shortcuts]), ("betas", [s.beta for s in shortcuts])):
+        alphas, betas = zip(*(shortcut.factors for shortcut in shortcuts), strict=True)
+        for name, factors in (("alphas", alphas), ("betas", betas)):
             if any(factor != 1 for factor in factors):
                 self.register_buffer(name, torch.tensor(factors))
 
@@ -332,6 +372,13 @@ class Network(nn.Module):
     def norms(self) -> list[nn.Module]:
         """Every norm that has an eps of its own in the config, in execution order."""
         raise AssertionError("each network lists its own norms")
+
+    def current_config(self) -> NetworkConfig:
+        """The config with every eps as it is now: a network built from it takes this one's state dict."""
+        eps = tuple(float(norm.eps) for norm in self.norms())  # type: ignore[arg-type]
+        if not eps or (len(set(eps)) == 1 and eps[0] == self.config.norm_eps):  # type: ignore[attr-defined]
+            return self.config
+        return dataclasses.replace(self.config, norm_eps=eps)  # type: ignore[call-arg]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         check_marks(self, state_dict)

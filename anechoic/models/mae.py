@@ -7,6 +7,7 @@ Legend: B batch, N patches, K kept patches, M masked patches, E encoder width, D
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,12 +20,14 @@ from anechoic.errors import UserError
 from anechoic.models.layers import (
     Block,
     Network,
+    NetworkConfig,
     TransformerConfig,
     check_heads,
     check_images,
     patchify,
     sincos_positions,
     take,
+    tapped,
     xavier_linears,
     zero_branch_outputs,
 )
@@ -201,7 +204,7 @@ class MaskedAutoencoder(Network):
         else:
             nn.init.normal_(self.mask_token, std=0.02)
         if self.config.zero_init:
-            zero_branch_outputs(self.decoder_blocks)
+            zero_branch_outputs(tapped(self.decoder_blocks))
         if self.config.zero_init and self.config.skips:
             # The skip design starts from a prediction of exactly 0; the original path keeps its predictor.
             nn.init.zeros_(self.predictor.weight)
@@ -258,6 +261,9 @@ class MaskedAutoencoder(Network):
                 x = self.skips[i](x, taps[i], place)
             x = block(x)
         return x
+
+    def current_config(self) -> NetworkConfig:
+        return dataclasses.replace(super().current_config(), position_scale=self.encoder.position_scale)  # type: ignore[call-arg]
 
     def norms(self) -> list[nn.Module]:
         return self.encoder.norms()

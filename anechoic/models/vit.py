@@ -6,6 +6,7 @@ Legend: B batch, N patches, K kept patches, D width.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -18,17 +19,19 @@ from anechoic.errors import UserError
 from anechoic.models.layers import (
     Block,
     Network,
+    NetworkConfig,
     PatchEmbed,
     TransformerConfig,
     check_images,
     patchify,
     sincos_positions,
     take,
+    tapped,
     weight_and_bias,
     xavier_linears,
     zero_branch_outputs,
 )
-from anechoic.shortcut import Read, Slot, Stream, Tap, Write
+from anechoic.shortcut import Read, Slot, Stream, Write
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +106,7 @@ class VisionTransformer(Network):
         if self.config.positions == "learned":
             nn.init.trunc_normal_(self.positions, std=0.02)
         if self.config.zero_init:
-            zero_branch_outputs(self.blocks)
+            zero_branch_outputs(self.stream().events)
         if self.head is not None:
             # Small for a fine-tuned mean, as in MAE's recipe; the usual 0.01 for a class-token head.
             nn.init.trunc_normal_(self.head.weight, std=2e-5 if self.config.pool == "mean" else 0.01)
@@ -148,6 +151,9 @@ class VisionTransformer(Network):
             of_patches = F.interpolate(table, size=grid, mode="bicubic", antialias=True)[0].flatten(1).T
         return of_class, of_patches
 
+    def current_config(self) -> NetworkConfig:
+        return dataclasses.replace(super().current_config(), position_scale=self.position_scale)  # type: ignore[call-arg]
+
     def norms(self) -> list[nn.Module]:
         inner: list[nn.Module] = [norm for block in self.blocks for norm in (block.norm1, block.norm2)]
         return inner + [norm for norm in (self.norm, self.head_norm) if norm is not None]
@@ -157,7 +163,7 @@ class VisionTransformer(Network):
         return Stream(
             events=(
                 Write((*weight_and_bias(self.patch_embed.proj), Slot(self, "class_token"), positions)),
-                *(event for i, block in enumerate(self.blocks) for event in (*block.branches(), Tap(f"block{i}"))),
+                *tapped(self.blocks),
                 Read(norms=() if self.norm is None else (self.norm,)),
             ),
             ends_raw=self.norm is None,
