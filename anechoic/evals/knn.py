@@ -1,0 +1,163 @@
+"""Exact nearest neighbours by cosine similarity, and DINO's weighted k-NN vote on top of them.
+
+It does not extract features and builds no index: products of chunks, so memory is bounded for any number of vectors.
+Ties: the smaller train index among equal similarities, the smaller class among equal votes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from anechoic.errors import UserError
+
+KS = (10, 20, 100, 200)
+TEMPERATURE = 0.07
+# Similarities of a chunk of queries to a chunk of train vectors take 128 MB; they are computed in tiles that are still
+# in the cache when the largest entry of each block of BLOCK columns is taken.
+QUERY_CHUNK, TRAIN_CHUNK = 512, 65536
+TILE, BLOCK = 2048, 32
+
+
+class Neighbours(NamedTuple):
+    """similarities and train indices (Q, k), most similar first."""
+
+    similarities: Tensor
+    indices: Tensor
+
+
+def nearest(train: np.ndarray | Tensor, queries: np.ndarray | Tensor, *, k: int) -> Neighbours:
+    """The k train vectors (n, D) of largest cosine with each query (Q, D), exactly, on the features' device."""
+    train, queries = unit_rows(train, name="train"), unit_rows(queries, name="test")
+    if not 1 <= k <= len(train):
+        raise UserError(
+            f"k = {k} neighbours were asked for, but there are {len(train)} train samples; choose k up to that."
+        )
+    if train.shape[1] != queries.shape[1]:
+        raise UserError(
+            f"Train features have {train.shape[1]} channels, test features {queries.shape[1]}; use one encoder."
+        )
+    scratch = train.new_empty(min(QUERY_CHUNK, len(queries)), padded(min(TRAIN_CHUNK, len(train))))
+    found = [nearest_to_chunk(train, chunk, k=k, scratch=scratch) for chunk in queries.split(QUERY_CHUNK)]
+    return Neighbours(torch.cat([f.similarities for f in found]), torch.cat([f.indices for f in found]))
+
+
+def padded(columns: int) -> int:
+    return -(-columns // TILE) * TILE
+
+
+def unit_rows(features: np.ndarray | Tensor, *, name: str) -> Tensor:
+    x = torch.as_tensor(features)
+    if x.ndim != 2 or len(x) == 0:
+        raise UserError(f"The {name} features must be a non-empty matrix (samples, channels), not {tuple(x.shape)}.")
+    x = x.float()
+    if not torch.isfinite(x).all():
+        raise UserError(
+            f"The {name} features contain NaN or infinity: the weights are damaged, so use an earlier checkpoint."
+        )
+    return F.normalize(x, dim=1)
+
+
+def nearest_to_chunk(train: Tensor, queries: Tensor, *, k: int, scratch: Tensor) -> Neighbours:
+    """Chunks of train in ascending order; concatenating best-so-far with the new ones keeps smaller indices first."""
+    best: Neighbours | None = None
+    for start in range(0, len(train), TRAIN_CHUNK):
+        chunk = train[start : start + TRAIN_CHUNK]
+        table = scratch[: len(queries), : padded(len(chunk))]
+        maxima = fill(table, queries, chunk)
+        values, indices = top_of_rows(table, maxima, k=min(k, len(chunk)))
+        indices += start
+        if best is not None:
+            values, order = torch.cat([best.similarities, values], dim=1).sort(dim=1, descending=True, stable=True)
+            indices = torch.cat([best.indices, indices], dim=1).gather(1, order)
+        best = Neighbours(values[:, :k], indices[:, :k])
+    assert best is not None
+    return best
+
+
+def fill(table: Tensor, queries: Tensor, train: Tensor) -> Tensor:
+    """queries @ train.T into table (Q, padded n), -inf where there is no train vector; returns the blocks' maxima.
+
+    A block holds every (TILE / BLOCK)-th column of a tile, so that the maximum runs over whole rows of memory.
+    """
+    table[:, len(train) :] = -torch.inf
+    per_tile = TILE // BLOCK
+    maxima = table.new_empty(len(table), table.shape[1] // BLOCK)
+    for i, start in enumerate(range(0, len(train), TILE)):
+        vectors = train[start : start + TILE]
+        torch.mm(queries, vectors.T, out=table[:, start : start + len(vectors)])
+        tile = table[:, start : start + TILE].unflatten(1, (BLOCK, per_tile))
+        torch.amax(tile, dim=1, out=maxima[:, i * per_tile : (i + 1) * per_tile])
+    return maxima
+
+
+def top_of_rows(table: Tensor, maxima: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row of table, ordered by value, then by smaller index."""
+    # One more than asked for: where the last two are equal, which of the ties was taken is not decided yet.
+    values, indices = top_by_blocks(table, maxima, k=min(k + 1, table.shape[1]))
+    undecided = (values[:, k - 1] == values[:, -1]).nonzero()[:, 0]
+    values, indices = values[:, :k], indices[:, :k]
+    # Order by index, then stably by value.
+    indices, by_index = indices.sort(dim=1)
+    values, by_value = values.gather(1, by_index).sort(dim=1, descending=True, stable=True)
+    indices = indices.gather(1, by_value)
+    for rows in undecided.split(32):  # a full sort needs room for its indices
+        all_values, all_indices = table[rows].sort(dim=1, descending=True, stable=True)
+        values[rows], indices[rows] = all_values[:, :k], all_indices[:, :k]
+    return values, indices
+
+
+def top_by_blocks(table: Tensor, maxima: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
+    """torch.topk in two levels: k largest values are found in the k blocks with the largest maxima."""
+    if maxima.shape[1] <= 4 * k:
+        return table.topk(k, dim=1)
+    chosen = maxima.topk(k, dim=1, sorted=False).indices
+    per_tile = TILE // BLOCK
+    first = chosen // per_tile * TILE + chosen % per_tile
+    columns = (first[:, :, None] + per_tile * torch.arange(BLOCK, device=table.device)).flatten(1)
+    values, where = table.gather(1, columns).topk(k, dim=1)
+    return values, columns.gather(1, where)
+
+
+def vote(
+    neighbours: Neighbours, labels: np.ndarray | Tensor, *, k: int, num_classes: int, temperature: float = TEMPERATURE
+) -> Tensor:
+    """Votes (Q, num_classes): each of the first k neighbours adds exp(similarity / temperature) to its class."""
+    if temperature <= 0:
+        raise UserError(f"The temperature of the vote must be positive, not {temperature}.")
+    labels = torch.as_tensor(labels, device=neighbours.indices.device)
+    weights = (neighbours.similarities[:, :k].double() / temperature).exp()
+    votes = weights.new_zeros(len(weights), num_classes)
+    return votes.scatter_add_(1, labels[neighbours.indices[:, :k]], weights)
+
+
+def knn_accuracy(
+    train: np.ndarray | Tensor,
+    train_labels: np.ndarray | Tensor,
+    test: np.ndarray | Tensor,
+    test_labels: np.ndarray | Tensor,
+    *,
+    ks: Sequence[int] = KS,
+    temperature: float = TEMPERATURE,
+) -> dict[int, float]:
+    """Top-1 accuracy in 0 .. 1 for every k; features (n, D), labels (n,) from 0."""
+    train_labels, test_labels = torch.as_tensor(train_labels), torch.as_tensor(test_labels)
+    num_classes = int(max(train_labels.max(), test_labels.max())) + 1
+    if len(train_labels.unique()) < 2:
+        raise UserError("All train samples carry the same label, so there is nothing to vote about; give two classes.")
+    found = nearest(train, test, k=max(ks))
+    test_labels = test_labels.to(found.indices.device)
+    correct: dict[int, int] = dict.fromkeys(ks, 0)
+    for start in range(0, len(test_labels), QUERY_CHUNK):
+        rows = slice(start, start + QUERY_CHUNK)
+        part = Neighbours(found.similarities[rows], found.indices[rows])
+        for k in ks:
+            # argmax returns the first of equal votes: the smaller class.
+            winner = vote(part, train_labels, k=k, num_classes=num_classes, temperature=temperature).argmax(dim=1)
+            correct[k] += int((winner == test_labels[rows]).sum())
+    return {k: correct[k] / len(test_labels) for k in ks}
