@@ -11,6 +11,7 @@ install: $(VENV)/installed
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python tools/torchvision_operators.py
 	touch $@
 
 lint: install
