@@ -1,0 +1,439 @@
+"""What a run is: frozen dataclasses whose names, types and ranges are checked, and their exact JSON.
+
+It knows neither torch nor data nor models. `None` always means "chosen when the run starts"; `resolve` makes the
+choices and they are frozen in the run's config.json. Progress, intervals and budgets are counted in samples seen.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+import tyro
+
+from anechoic.errors import UserError
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class Range(NamedTuple):
+    """Metadata of a number's type: low <= value <= high."""
+
+    low: float
+    high: float = math.inf
+
+    def __str__(self) -> str:
+        return f"at least {self.low:g}" if self.high == math.inf else f"between {self.low:g} and {self.high:g}"
+
+
+Count = Annotated[int, Range(1)]
+Whole = Annotated[int, Range(0)]
+Positive = Annotated[float, Range(1e-30)]
+NotNegative = Annotated[float, Range(0.0)]
+Share = Annotated[float, Range(0.0, 1.0)]
+
+
+def parse_options(words: list[str]) -> dict[str, Any]:
+    """["dim=48", "skips=false"] -> {"dim": 48, "skips": False}; a value that is not JSON is text."""
+    options = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not (name and equals):
+            raise ValueError(f"{word!r} is not of the form NAME=VALUE")
+        try:
+            options[name.replace("-", "_")] = json.loads(text.lower() if text in ("True", "False", "None") else text)
+        except json.JSONDecodeError:
+            options[name.replace("-", "_")] = text
+    return options
+
+
+# Options are checked by whoever they are for (build_model, the objective), which knows their names.
+Options = Annotated[
+    dict[str, Any],
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="NAME=VALUE ...",
+        instance_from_str=parse_options,
+        is_instance=lambda value: isinstance(value, dict),
+        str_from_instance=lambda options: [f"{name}={json.dumps(value)}" for name, value in options.items()],
+    ),
+]
+
+
+# ---- the sections
+
+
+@dataclass(frozen=True)
+class Section:
+    """A frozen dataclass that checks every field against its annotation when it is made."""
+
+    def __post_init__(self) -> None:
+        for name, hint in hints(type(self)).items():
+            object.__setattr__(self, name, checked(getattr(self, name), hint, name))
+
+
+@dataclass(frozen=True)
+class DataConfig(Section):
+    source: str = ""
+    """where the images are: digits, scenes, a folder, list, zip, tar, parquet, npz, or hf:NAME"""
+    image_size: Count = 224
+    """side of the square images given to the model"""
+    channels: Count = 3
+    """1 for grey, 3 for colour"""
+    mean: tuple[float, ...] | None = None
+    """per channel, subtracted from values in 0..1 (default: ImageNet's for colour, else 0.5)"""
+    std: tuple[float, ...] | None = None
+    """per channel, divided by (default: ImageNet's for colour, else 0.5)"""
+    augment: Literal["crop", "centre", "none"] = "crop"
+    """random resized crop, centre crop, or a plain resize"""
+    scale: tuple[float, float] = (0.2, 1.0)
+    """share of the image's area a random crop takes"""
+    flip: bool = True
+    """mirror half of the visits"""
+    labels: bool = False
+    """read labels: never in pre-training"""
+    holdout: Whole | None = None
+    """samples never trained on, for watching (default: one in a hundred, at most 1024)"""
+    workers: Whole | None = None
+    """processes that decode images (default: none on a processor with few cores)"""
+    size: Count | None = None
+    """number of samples to train on, found in the data"""
+    fingerprint: str | None = None
+    """checksum of the data, found in it: a run does not go on with other data"""
+
+
+@dataclass(frozen=True)
+class ModelConfig(Section):
+    name: str = "mae_base_patch16"
+    """a name that `anechoic models` lists"""
+    options: Options = field(default_factory=dict)
+    """options of the model such as dim=48 depth=2; they add to the recipe's"""
+
+
+@dataclass(frozen=True)
+class ShortcutConfig(Section):
+    alpha_min: Annotated[float, Range(1e-30, 1.0)] | Literal["auto"] = 1.0
+    """the last branch's alpha; 1 is a plain residual network, auto fits the depth"""
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    """how alpha falls from 1 to alpha_min over the branches"""
+    form: Literal["identity", "branch", "both", "attention", "mlp", "learnable", "plain"] = "identity"
+    """what is scaled where two branches meet; identity is the method, the others its ablations"""
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig(Section):
+    name: str = "masked_reconstruction"
+    """what is minimised"""
+    options: Options = field(default_factory=dict)
+    """options of the objective; they add to the recipe's"""
+
+
+@dataclass(frozen=True)
+class OptimConfig(Section):
+    batch_size: Count = 1024
+    """samples per update, over all processes and accumulated parts"""
+    epochs: Positive | None = None
+    """passes over the data (or give samples)"""
+    samples: Count | None = None
+    """the budget in samples seen (or give epochs)"""
+    base_lr: NotNegative = 1.5e-4
+    """learning rate per 256 samples of the batch"""
+    lr: NotNegative | None = None
+    """peak learning rate (default: base_lr * batch_size / 256)"""
+    warmup: Share = 0.05
+    """share of the budget over which the learning rate rises from 0"""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """the learning rate after the warm-up"""
+    min_lr: NotNegative = 0.0
+    """where the cosine ends"""
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    """of AdamW"""
+    eps: NotNegative = 1e-8
+    """of AdamW"""
+    weight_decay: NotNegative = 0.05
+    """decoupled weight decay"""
+    decayed: Literal["matrices", "all"] = "matrices"
+    """decay tensors of two or more dimensions, or every parameter"""
+    exempt: tuple[str, ...] = ()
+    """names of parameters that are not decayed all the same"""
+    layer_decay: Share = 1.0
+    """factor of the learning rate from each block to the one below it (fine-tuning)"""
+    clip: NotNegative = 0.0
+    """largest norm of the gradient; 0 does not clip"""
+    accumulate: Count = 1
+    """parts in which a batch is computed, to save memory"""
+    ema: Share = 0.0
+    """decay per update of the averaged weights; 0 keeps none"""
+
+
+@dataclass(frozen=True)
+class WatchConfig(Section):
+    every: Count | None = None
+    """samples between two looks at the held-out part (default: twenty looks)"""
+    knn: Whole = 0
+    """training samples that vote in a k-NN test of the held-out ones, if the data has labels; 0 makes none"""
+    report: Count | None = None
+    """samples between two lines of metrics.jsonl (default: two hundred lines)"""
+    tensorboard: bool = False
+    """write TensorBoard files too"""
+
+
+@dataclass(frozen=True)
+class SaveConfig(Section):
+    every: Count | None = None
+    """samples between two checkpoints (default: twenty checkpoints)"""
+    keep_last: Count = 2
+    """how many of the newest checkpoints stay"""
+    keep_every: Whole = 0
+    """a checkpoint at each multiple of so many samples stays for good; 0 keeps none"""
+
+
+@dataclass(frozen=True)
+class Config(Section):
+    recipe: str = ""
+    """the recipe this came from"""
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    shortcut: ShortcutConfig = field(default_factory=ShortcutConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
+    save: SaveConfig = field(default_factory=SaveConfig)
+    init_from: str = ""
+    """a run, model or checkpoint directory whose weights this run starts from"""
+    seed: Whole = 0
+    """of weights, order, crops, masks and noise"""
+    devices: Count | None = None
+    """processes that share a batch (default: one per accelerator, else one)"""
+    threads: Count | None = None
+    """threads per process (default: all cores for one process, one each for several)"""
+    precision: Literal["float32", "bfloat16"] | None = None
+    """of the matrix products (default: bfloat16 on accelerators, else float32)"""
+    compile: bool = False
+    """compile the model with torch.compile"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        optim = self.optim
+        if optim.samples is not None and optim.samples < optim.batch_size:
+            raise UserError(
+                f"A budget of {optim.samples} samples is less than a batch of {optim.batch_size}: lower the batch size."
+            )
+        for values, name in ((self.data.mean, "mean"), (self.data.std, "std")):
+            if values is not None and len(values) != self.data.channels:
+                raise UserError(f"data.{name} needs one value for each of the {self.data.channels} channels.")
+
+
+# ---- checking
+
+
+@cache
+def _hints(section: Hashable) -> dict[str, Any]:
+    return get_type_hints(section, include_extras=True)
+
+
+def hints(section: type) -> dict[str, Any]:
+    """Field name -> annotation, with its range."""
+    return _hints(cast(Hashable, section))
+
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+def from_mapping(section: type[SectionT], values: Mapping[str, Any], *, where: str = "") -> SectionT:
+    """The dataclass from plain JSON values; unknown names are refused and the nearest known one offered."""
+    known = hints(section)
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            remedy = f"did you mean {where}{near[0]}?" if near else f"there are {', '.join(known)}."
+            raise UserError(f"There is no setting {where}{name}; {remedy}")
+    return section(**{name: checked(value, known[name], where + name) for name, value in values.items()})
+
+
+def checked(value: Any, hint: Any, where: str) -> Any:
+    """The value as the annotation wants it (a whole number as float, a list as tuple), or a UserError that names it."""
+    try:
+        return _fit(value, hint, where)
+    except TypeError as problem:
+        raise UserError(f"The setting {where} must be {problem}, not {value!r}.") from None
+
+
+def _fit(value: Any, hint: Any, where: str) -> Any:
+    """As `checked`, but a mismatch is a TypeError whose text describes what is wanted."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _fit_range(_fit(value, arguments[0], where), arguments[1])
+    if origin in (Union, UnionType):
+        return _fit_any(value, arguments, where)
+    if origin is Literal:
+        if value not in arguments:
+            raise TypeError("one of " + ", ".join(map(str, arguments)))
+        return value
+    if origin is tuple:
+        return _fit_tuple(value, arguments, where)
+    if is_dataclass(hint) and isinstance(value, Mapping):
+        return from_mapping(hint, value, where=f"{where}.")  # type: ignore[type-var, arg-type]
+    if origin is dict:
+        return _fit_json(value)
+    plain: Any = origin or hint
+    # Python counts True as an int; a setting does not.
+    fits = isinstance(value, (float, int) if plain is float else plain)
+    if not fits or (isinstance(value, bool) and plain is not bool):
+        names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "none"}
+        raise TypeError(names.get(plain, plain.__name__))
+    return float(value) if plain is float else value
+
+
+def _fit_range(value: Any, metadata: Any) -> Any:
+    if isinstance(metadata, Range) and not metadata.low <= value <= metadata.high:
+        raise TypeError(str(metadata))
+    return value
+
+
+def _fit_any(value: Any, choices: tuple, where: str) -> Any:
+    problems = []
+    for choice in choices:
+        try:
+            return _fit(value, choice, where)
+        except TypeError as problem:
+            problems.append(str(problem))
+    raise TypeError(" or ".join(problems))
+
+
+def _fit_json(value: Any) -> dict[str, Any]:
+    """As it will be read back, so that a config equals its own JSON."""
+    if not isinstance(value, dict):
+        raise TypeError("a mapping of names to values")
+    return json.loads(json.dumps(value))
+
+
+def _fit_tuple(value: Any, inner: tuple, where: str) -> tuple:
+    if not isinstance(value, list | tuple):
+        raise TypeError("a list")
+    wanted = [inner[0]] * len(value) if inner[1:] == (...,) else list(inner)
+    if len(value) != len(wanted):
+        raise TypeError(f"a list of {len(wanted)} values")
+    return tuple(_fit(item, hint, where) for item, hint in zip(value, wanted, strict=True))
+
+
+# ---- JSON and differences
+
+
+def to_json(config: Section) -> dict[str, Any]:
+    """Plain JSON values; `from_json` gives back an equal Config."""
+    plain: dict[str, Any] = {}
+    for name in (f.name for f in fields(config)):
+        value = getattr(config, name)
+        plain[name] = (
+            to_json(value) if isinstance(value, Section) else list(value) if isinstance(value, tuple) else value
+        )
+    return plain
+
+
+def from_json(values: Mapping[str, Any]) -> Config:
+    return from_mapping(Config, values)
+
+
+def settings(config: Section, *, where: str = "") -> Iterator[tuple[str, Any]]:
+    """("optim.lr", 6e-4), ...: every setting with its full name."""
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if isinstance(value, Section):
+            yield from settings(value, where=f"{where}{f.name}.")
+        else:
+            yield where + f.name, value
+
+
+def differences(old: Config, new: Config) -> list[str]:
+    """One text per setting that differs: "optim.lr: 0.0006 in the run, 0.001 asked for"."""
+    before, after = dict(settings(old)), dict(settings(new))
+    return [
+        f"{name}: {before[name]} in the run, {after[name]} asked for" for name in after if before[name] != after[name]
+    ]
+
+
+def adopt(config: SectionT, frozen: SectionT) -> SectionT:
+    """The config with everything it leaves open (None) taken from the frozen one."""
+    changes: dict[str, Any] = {}
+    for f in fields(config):
+        value, chosen = getattr(config, f.name), getattr(frozen, f.name)
+        if isinstance(value, Section):
+            changes[f.name] = adopt(value, chosen)
+        elif value is None:
+            changes[f.name] = chosen
+    return replace(config, **changes)
+
+
+# ---- automatic choices
+
+
+def default_holdout(size: int) -> int:
+    """One in a hundred, at least 64 where that is no more than a tenth of the data, at most 1024."""
+    return min(max(size // 100, min(64, size // 10)), 1024)
+
+
+def resolve(config: Config, *, size: int, fingerprint: str, accelerators: int, cores: int) -> Config:
+    """Every None chosen. size: samples in the source; accelerators and cores: what this machine has."""
+    data, optim = config.data, config.optim
+    holdout = default_holdout(size) if data.holdout is None else data.holdout
+    if size - holdout < optim.batch_size:
+        raise UserError(
+            f"The data has {size} samples, {holdout} of them held out, less than a batch of {optim.batch_size}: "
+            "lower optim.batch_size or data.holdout."
+        )
+    colour = data.channels == 3
+    devices = config.devices or max(1, accelerators)
+    if optim.batch_size % (devices * optim.accumulate):
+        raise UserError(
+            f"A batch of {optim.batch_size} cannot be shared by {devices} devices in {optim.accumulate} parts: "
+            "choose optim.batch_size as a multiple of both."
+        )
+    samples = budget(optim, size - holdout)
+    return replace(
+        config,
+        data=replace(
+            data,
+            mean=data.mean or (IMAGENET_MEAN if colour else (0.5,) * data.channels),
+            std=data.std or (IMAGENET_STD if colour else (0.5,) * data.channels),
+            holdout=holdout,
+            workers=(0 if cores <= 2 else min(8, cores // devices)) if data.workers is None else data.workers,
+            size=size - holdout,
+            fingerprint=fingerprint,
+        ),
+        optim=replace(
+            optim,
+            samples=samples,
+            lr=optim.base_lr * optim.batch_size / 256 if optim.lr is None else optim.lr,
+        ),
+        watch=replace(
+            config.watch,
+            every=config.watch.every or max(optim.batch_size, samples // 20),
+            report=config.watch.report or max(optim.batch_size, samples // 200),
+        ),
+        save=replace(config.save, every=config.save.every or max(optim.batch_size, samples // 20)),
+        devices=devices,
+        threads=config.threads or (1 if devices > 1 and not accelerators else cores),
+        precision=config.precision or ("bfloat16" if accelerators else "float32"),
+    )
+
+
+def budget(optim: OptimConfig, size: int) -> int:
+    """Samples to see, whole batches only; an epoch is the whole batches that `size` samples fill."""
+    if optim.samples is None and optim.epochs is None:
+        raise UserError("The budget is missing: give optim.epochs or optim.samples.")
+    by_epochs = max(1, round((optim.epochs or 0) * (size // optim.batch_size))) * optim.batch_size
+    if optim.samples is None:
+        return by_epochs
+    samples = optim.samples // optim.batch_size * optim.batch_size
+    if optim.epochs is not None and samples != by_epochs:
+        raise UserError(
+            f"optim.epochs asks for {by_epochs} samples and optim.samples for {samples}: set one of them to None."
+        )
+    return samples

@@ -1,0 +1,174 @@
+"""The only file that knows torch.distributed: starting processes, who is who, what they agree on.
+
+It works alike when this package starts the processes itself, under torchrun or Slurm's equivalent, and with one
+process alone. It does not know what the processes compute.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from anechoic.errors import UserError
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among its peers and the device it computes on."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+class InterruptedRun(SystemExit):
+    """A signal ended the run after it had saved; the exit code is 128 + the signal's number, as shells have it."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(128 + signal_number)
+        self.signal_number = signal_number
+
+
+def accelerators() -> int:
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def under_launcher() -> bool:
+    """Whether this process was started as one of several: by us, by torchrun, by Slurm with these variables set."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+# ---- starting
+
+
+def launch(function: Callable[..., Result], *arguments: Any, devices: int) -> Result:
+    """Call function(*arguments) in `devices` processes of this machine and return what the first one returned.
+
+    A UserError in the processes is raised here; a signal to this process is passed on, and they may save and end.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=devices,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.2,
+        start_method="spawn",
+    )
+    try:
+        results = elastic_launch(config, _worker)(function, arguments)
+    except SignalException as problem:
+        raise InterruptedRun(problem.sigval) from None
+    kind, value = results[0]
+    if kind == "user error":
+        raise UserError(value)
+    if kind == "interrupted":
+        raise InterruptedRun(value)
+    return value
+
+
+def _worker(function: Callable[..., Any], arguments: tuple) -> tuple[str, Any]:
+    """Runs in each process; what the caller should hear of travels back as a value, so that no traceback is printed."""
+    try:
+        return "result", function(*arguments)
+    except UserError as problem:
+        return "user error", str(problem)
+    except InterruptedRun as problem:
+        return "interrupted", problem.signal_number
+
+
+def die_with_parent(*, every: float = 0.5) -> None:
+    """End this process soon after its launcher, however that died: a killed launcher leaves no orphans."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(every)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@contextmanager
+def join() -> Iterator[Place]:
+    """Find this process's place; while open, the processes can talk to each other."""
+    if not under_launcher():
+        yield Place(
+            0,
+            1,
+            torch.device(torch.accelerator.current_accelerator() or "cpu") if accelerators() else torch.device("cpu"),
+        )
+        return
+    die_with_parent()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cpu")
+    if accelerators():
+        index = int(os.environ.get("LOCAL_RANK", 0))
+        torch.accelerator.set_device_index(index)
+        device = torch.device(torch.accelerator.current_accelerator().type, index)  # type: ignore[union-attr]
+    dist.init_process_group(dist.get_default_backend_for_device(device), rank=rank, world_size=world_size)
+    try:
+        yield Place(rank, world_size, device)
+    finally:
+        dist.destroy_process_group()
+
+
+# ---- agreeing
+
+
+def from_first(place: Place, function: Callable[[], Result]) -> Result:
+    """What function() returns in the first process, in all of them; its UserError is raised in all of them."""
+    if place.world_size == 1:
+        return function()
+    box: list[Any] = [None, None]
+    if place.is_first:
+        try:
+            box[0] = function()
+        except UserError as problem:
+            box[1] = str(problem)
+    dist.broadcast_object_list(box)
+    if box[1] is not None:
+        raise UserError(box[1])
+    return box[0]
+
+
+def total(place: Place, values: Tensor) -> Tensor:
+    """The sum over all processes."""
+    if place.world_size > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def parallel(place: Place, module: nn.Module) -> nn.Module:
+    """The module with gradients averaged over the processes."""
+    if place.world_size == 1:
+        return module
+    ids = None if place.device.type == "cpu" else [place.device.index]
+    return DistributedDataParallel(module, device_ids=ids, gradient_as_bucket_view=True)
+
+
+def without_averaging(module: nn.Module, *, active: bool) -> AbstractContextManager:
+    """While open (and active), gradients stay local: all but the last part of an accumulated batch."""
+    return module.no_sync() if active and isinstance(module, DistributedDataParallel) else nullcontext()

@@ -1,0 +1,107 @@
+"""How weights move: parameter groups of AdamW, the learning rate as a function of samples seen, averaged weights.
+
+It does not know the loop, the data or the models beyond the names of their parameters. (Appendix A.)
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from anechoic.config import OptimConfig
+from anechoic.errors import UserError
+
+FIRST_LAYER = ("class_token", "positions", "patch_embed")
+BLOCK = re.compile(r"(?:^|\.)blocks\.(\d+)\.")
+
+
+def is_decayed(name: str, parameter: Tensor, config: OptimConfig) -> bool:
+    """Tensors of two or more dimensions (tokens included), or all; never those the config exempts."""
+    if name.rpartition(".")[2] in config.exempt or name in config.exempt:
+        return False
+    return config.decayed == "all" or (parameter.ndim >= 2 and not name.endswith(".bias"))
+
+
+def layer_of(name: str, depth: int) -> int:
+    """0 for embeddings, i + 1 for block i, depth + 1 for whatever follows the blocks."""
+    if name.split(".")[0] in FIRST_LAYER:
+        return 0
+    block = BLOCK.search(name)
+    return depth + 1 if block is None else int(block[1]) + 1
+
+
+def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict]:
+    """AdamW's groups: parameters that share weight decay and learning-rate scale, layer_decay^(depth + 1 - layer)."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not named:
+        raise UserError("The model has no parameter to train.")
+    blocks = [int(found[1]) for name, _ in named if (found := BLOCK.search(name))]
+    depth = max(blocks, default=-1) + 1
+    groups: dict[tuple[float, float], dict] = {}
+    for name, parameter in named:
+        scale = config.layer_decay ** (depth + 1 - layer_of(name, depth)) if config.layer_decay < 1 else 1.0
+        decay = config.weight_decay if is_decayed(name, parameter, config) else 0.0
+        group = groups.setdefault((scale, decay), {"params": [], "names": [], "weight_decay": decay, "lr_scale": scale})
+        group["params"].append(parameter)
+        group["names"].append(name)
+    return list(groups.values())
+
+
+def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW on the groups above, one fused kernel per group."""
+    return torch.optim.AdamW(parameter_groups(model, config), lr=0.0, betas=config.betas, eps=config.eps, fused=True)
+
+
+def learning_rate(seen: int, config: OptimConfig) -> float:
+    """Rises linearly from 0 over the first warmup * samples, then falls to min_lr as half a cosine, or stays."""
+    assert config.samples is not None, "the config is resolved before training"
+    assert config.lr is not None, "the config is resolved before training"
+    warmup = config.warmup * config.samples
+    if seen < warmup:
+        return config.lr * seen / warmup
+    if config.schedule == "constant":
+        return config.lr
+    progress = min(1.0, (seen - warmup) / max(1.0, config.samples - warmup))
+    return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_scale"]
+
+
+def gradient_norm(parameters: Iterable[Tensor], *, clip: float) -> Tensor:
+    """The L2 norm of all gradients together, before they are scaled down to norm `clip` (0: they are left alone)."""
+    parameters = list(parameters)
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if clip > 0:
+        nn.utils.clip_grads_with_norm_(parameters, clip, norm)
+    return norm
+
+
+class AveragedWeights:
+    """Exponential moving average of a model's parameters, from its first weights: m <- decay * m + (1 - decay) * w.
+
+    Buffers (statistics of batch norms, marks) are copied as they are.
+    """
+
+    def __init__(self, model: nn.Module, *, decay: float) -> None:
+        self.decay = decay
+        self.tensors = {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        parameters = dict(model.named_parameters())
+        mine = [self.tensors[name] for name in parameters]
+        torch._foreach_lerp_(mine, list(parameters.values()), 1 - self.decay)
+        for name, value in model.state_dict().items():
+            if name not in parameters:
+                self.tensors[name].copy_(value)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, value in self.tensors.items():
+            value.copy_(tensors[name])
