@@ -1,0 +1,114 @@
+"""Images from anywhere: `open_source` turns a name or path into a Source, `Loader` turns a Source into batches.
+
+Labels are read only if asked for. Nothing here knows of models or training.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from anechoic.data.archives import open_shard_pattern, open_tar, open_zip
+from anechoic.data.arrays import Array, open_array
+from anechoic.data.augment import Augment, normalise
+from anechoic.data.cache import cache_dir
+from anechoic.data.decode import Undecodable, decode
+from anechoic.data.embedded import Scenes, open_digits, open_scenes
+from anechoic.data.files import open_folder, open_list, open_paths
+from anechoic.data.loader import Batch, Loader
+from anechoic.data.source import IMAGE_SUFFIXES, BadImage, Source, common_labels
+from anechoic.data.tables import Parquet, open_hub
+from anechoic.errors import UserError
+
+__all__ = [
+    "Array",
+    "Augment",
+    "BadImage",
+    "Batch",
+    "Loader",
+    "Scenes",
+    "Source",
+    "Undecodable",
+    "cache_dir",
+    "common_labels",
+    "decode",
+    "normalise",
+    "open_source",
+]
+
+EMBEDDED = ("digits", "scenes")
+FILE_READERS = {
+    ".zip": open_zip,
+    ".tar": open_tar,
+    ".npy": open_array,
+    ".npz": open_array,
+    ".txt": open_list,
+    ".lst": open_list,
+    ".list": open_list,
+    ".tsv": open_list,
+}
+
+
+def open_source(
+    source: str | Path | Source, *, labels: bool = False, channels: int = 3, size: int = 64, seed: int = 0
+) -> Source:
+    """The images behind a name or path.
+
+    `digits`, `scenes` (each with `:train` or `:test`, scenes also with `:NUMBER`); a folder, searched to any depth; a
+    text list; .zip, .tar, shards-{000..127}.tar; .parquet or a folder of them; .npz, .npy; `hf:NAME[:split]`; an image.
+    channels: 3 RGB, 1 grey, 4 with alpha, any number for arrays. size and seed are for scenes only.
+    """
+    if isinstance(source, Source):
+        return source
+    text = str(source)
+    name, *rest = text.split(":")
+    if name == "digits":
+        return open_digits(rest, labels=labels, channels=channels)
+    if name == "scenes":
+        return open_scenes(rest, labels=labels, channels=channels, size=size, seed=seed)
+    if name == "hf":
+        return open_hub(text.removeprefix("hf:"), labels=labels, channels=channels)
+    path = Path(text).expanduser()
+    try:
+        if path.is_dir():
+            return _open_directory(path, labels=labels, channels=channels)
+        if path.is_file():
+            return _open_file(path, labels=labels, channels=channels)
+    except PermissionError as error:
+        raise UserError(f"{error.filename!r} may not be read; change its permissions.") from error
+    if "{" in text and ".." in text:
+        return open_shard_pattern(str(path), labels=labels, channels=channels)
+    raise UserError(f"There is no data at {text!r}; {_hint(text, path)}")
+
+
+def _open_directory(path: Path, *, labels: bool, channels: int) -> Source:
+    tables = sorted(path.glob("*.parquet"))
+    if tables:
+        return Parquet(tables, labels=labels, channels=channels)
+    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        return open_hub(str(path), labels=labels, channels=channels)
+    return open_folder(path, labels=labels, channels=channels)
+
+
+def _open_file(path: Path, *, labels: bool, channels: int) -> Source:
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
+        return Parquet([path], labels=labels, channels=channels)
+    if suffix in FILE_READERS:
+        return FILE_READERS[suffix](path, labels=labels, channels=channels)
+    if suffix in IMAGE_SUFFIXES and not labels:
+        return open_paths(path.parent, [path.name], channels=channels, where=str(path))
+    kinds = ", ".join([*FILE_READERS, ".parquet"])
+    raise UserError(
+        f"{str(path)!r} is not a kind of data set that is known here; give a folder of images or one of {kinds}."
+    )
+
+
+def _hint(text: str, path: Path) -> str:
+    """The nearest thing that does exist."""
+    if near := difflib.get_close_matches(text.split(":")[0], EMBEDDED, n=1):
+        return f"did you mean {near[0]!r}?"
+    siblings = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
+    if near := difflib.get_close_matches(path.name, siblings, n=1):
+        return f"did you mean {str(path.parent / near[0])!r}?"
+    return "give an existing folder or file, or one of digits and scenes."

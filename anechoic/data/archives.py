@@ -1,0 +1,261 @@
+"""Images inside zip and tar files, WebDataset shards among them, read in any order through a memory map.
+
+Nothing is unpacked, and no extra package is needed: the members' places are listed once, and the listing of a long
+archive is remembered. Compressed tar files cannot be read in any order and are refused.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import re
+import struct
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from anechoic.data.cache import cache_dir, write_atomically
+from anechoic.data.decode import Undecodable
+from anechoic.data.source import EncodedSource, Names, classes_from_folders, digest, is_image_name, number_classes
+from anechoic.errors import UserError
+
+REMEMBER_FROM = 20_000
+STORED, DEFLATED = zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED
+ZIP_LOCAL_HEADER = struct.Struct("<4s22xHH")
+# Where a member lies: which archive, the first byte of its data (zip: of its local header), stored length, method, CRC.
+MEMBER = np.dtype([("archive", "i4"), ("start", "i8"), ("length", "i8"), ("method", "i4"), ("crc", "u4")])
+TAR = -1
+
+
+class Packed(EncodedSource):
+    """Members of one or more uncompressed archives."""
+
+    def __init__(
+        self,
+        archives: Sequence[Path],
+        names: Names,
+        members: np.ndarray,
+        *,
+        fingerprint: str,
+        channels: int = 3,
+        labels: np.ndarray | None = None,
+        classes: tuple[str, ...] | None = None,
+    ):
+        super().__init__(channels=channels)
+        self.archives, self.names, self.members, self.fingerprint = tuple(archives), names, members, fingerprint
+        self.labels, self.classes = labels, classes
+        self._maps: dict[int, mmap.mmap] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_maps": {}}
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def name(self, index: int) -> str:
+        return self.names[index]
+
+    def data(self, index: int) -> bytes:
+        archive, start, length, method, crc = self.members[index].item()
+        return member_bytes(self._map(archive), start, length, method, crc)
+
+    def _map(self, archive: int) -> mmap.mmap:
+        if archive not in self._maps:
+            with open(self.archives[archive], "rb") as file:
+                self._maps[archive] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return self._maps[archive]
+
+
+def member_bytes(archive: mmap.mmap, start: int, length: int, method: int, crc: int) -> bytes:
+    """One member, decompressed and checked as far as its archive allows."""
+    if method != TAR:
+        magic, name_length, extra_length = ZIP_LOCAL_HEADER.unpack_from(archive, start)
+        if magic != b"PK\3\4":
+            raise Undecodable("the zip file is damaged here")
+        start += ZIP_LOCAL_HEADER.size + name_length + extra_length
+    data = archive[start : start + length]
+    if len(data) < length:
+        raise Undecodable("the archive ends before this image does")
+    if method == DEFLATED:
+        try:
+            data = zlib.decompress(data, wbits=-15)
+        except zlib.error as error:
+            raise Undecodable("the zip file is damaged here") from error
+    elif method not in (STORED, TAR):
+        raise Undecodable(f"zip compression method {method} is not supported; use deflate or store")
+    if method != TAR and zlib.crc32(data) != crc:
+        raise Undecodable("the zip file is damaged here")
+    return data
+
+
+def without_common_folder(names: Sequence[str]) -> list[str]:
+    """Names relative to the folder that holds them all: a zip of a folder reads like the folder."""
+    if not names:
+        return []
+    first, *_ = names
+    cut = 0
+    while (slash := first.find("/", cut)) >= 0:
+        # The last folder stays when the images lie directly in it: it may be the only class.
+        if not all(name.startswith(first[: slash + 1]) and "/" in name[slash + 1 :] for name in names):
+            break
+        cut = slash + 1
+    return [name[cut:] for name in names]
+
+
+def open_zip(path: Path, *, labels: bool, channels: int) -> Packed:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            infos = [info for info in archive.infolist() if is_image_name(info.filename)]
+    except zipfile.BadZipFile as error:
+        raise UserError(f"{str(path)!r} is not a complete zip file ({error}); make or download it again.") from error
+    if any(info.flag_bits & 1 for info in infos):
+        raise UserError(f"{str(path)!r} is encrypted; unpack it and give the folder.")
+    infos.sort(key=lambda info: info.filename)
+    rows = [(0, info.header_offset, info.compress_size, info.compress_type, info.CRC) for info in infos]
+    names = without_common_folder([info.filename for info in infos])
+    members = np.array(rows, dtype=MEMBER)
+    return _packed([path], names, members, labels=labels, channels=channels, where=str(path), content=members["crc"])
+
+
+def open_tar(path: Path, *, labels: bool, channels: int) -> Packed:
+    """A plain tar of images, its folders the classes; a single WebDataset shard is recognised by its .cls files."""
+    names, members = list_tar(path)
+    if any(name.endswith(".cls") for name in names):
+        return open_shards([path], labels=labels, channels=channels)
+    order = sorted((k for k in range(len(names)) if is_image_name(names[k])), key=names.__getitem__)
+    inside = without_common_folder([names[k] for k in order])
+    return _packed(
+        [path], inside, members[order], labels=labels, channels=channels, where=str(path), content=_stamp(path)
+    )
+
+
+def open_shards(paths: Sequence[Path], *, labels: bool, channels: int) -> Packed:
+    """WebDataset shards: a sample is the run of members that share a name up to the first dot; .cls holds its class."""
+    names: list[str] = []
+    members: list[np.ndarray] = []
+    kinds: list[str] = []
+    for number, path in enumerate(paths):
+        inside, rows = list_tar(path)
+        classes = {name[: -len(".cls")]: k for k, name in enumerate(inside) if name.endswith(".cls")}
+        with open(path, "rb") as file:
+            for k, name in enumerate(inside):
+                if not is_image_name(name):
+                    continue
+                if labels:
+                    kinds.append(_shard_class(file, rows, classes, name, path))
+                names.append(f"{path.name}/{name}" if len(paths) > 1 else name)
+                members.append(rows[k : k + 1])
+                members[-1]["archive"] = number
+    where = str(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+    packed = _packed(
+        paths,
+        names,
+        np.concatenate(members) if members else np.empty(0, MEMBER),
+        labels=False,
+        channels=channels,
+        where=where,
+        content=np.concatenate([_stamp(path) for path in paths]),
+    )
+    if labels and all(kind.isdigit() for kind in kinds):
+        packed.labels = np.array([int(kind) for kind in kinds], dtype=np.int64)
+    elif labels:
+        packed.labels, packed.classes = number_classes(kinds)
+    return packed
+
+
+def _shard_class(file: io.BufferedReader, rows: np.ndarray, classes: dict[str, int], name: str, path: Path) -> str:
+    folder, _, base = name.rpartition("/")
+    key = f"{folder}/{base.split('.', 1)[0]}" if folder else base.split(".", 1)[0]
+    if key not in classes:
+        raise UserError(
+            f"{name!r} of {str(path)!r} has no {key + '.cls'!r} beside it to label it; add one, or do without labels."
+        )
+    row = rows[classes[key]]
+    file.seek(int(row["start"]))
+    return file.read(int(row["length"])).decode("utf-8").strip()
+
+
+def _packed(
+    archives: Sequence[Path],
+    names: list[str],
+    members: np.ndarray,
+    *,
+    labels: bool,
+    channels: int,
+    where: str,
+    content: np.ndarray,
+) -> Packed:
+    if not names:
+        raise UserError(
+            f"There is no JPEG, PNG, WebP, BMP or TIFF image in {where!r}; give an archive that holds images."
+        )
+    numbers, classes = classes_from_folders(names, where=where) if labels else (None, None)
+    packed_names = Names.of(names)
+    fingerprint = digest("packed", packed_names.blob, packed_names.ends, members["length"], content)
+    return Packed(
+        archives, packed_names, members, fingerprint=fingerprint, channels=channels, labels=numbers, classes=classes
+    )
+
+
+def _stamp(path: Path) -> np.ndarray:
+    stat = path.stat()
+    return np.array([stat.st_size, stat.st_mtime_ns], dtype=np.int64)
+
+
+def list_tar(path: Path) -> tuple[list[str], np.ndarray]:
+    """Every file of a tar: names and places, in the order of the archive. A long list is remembered."""
+    memory = cache_dir() / "listings" / f"{digest(os.fsencode(path.resolve()), _stamp(path))}.tar.npz"
+    if memory.is_file():
+        try:
+            with np.load(memory, allow_pickle=False) as arrays:
+                return list(Names(arrays["names"].tobytes(), arrays["ends"])), arrays["members"]
+        except (OSError, ValueError, KeyError, EOFError):
+            memory.unlink(missing_ok=True)
+    try:
+        # "r:" refuses compression: a compressed stream has no places to jump to.
+        with tarfile.open(path, "r:") as archive:
+            files = [(item.name.removeprefix("./"), item.offset_data, item.size) for item in archive if item.isfile()]
+    except tarfile.TarError as error:
+        raise UserError(
+            f"{str(path)!r} is not a plain tar file ({error}); uncompress it first, or give a zip or the folder."
+        ) from error
+    names = [name for name, _, _ in files]
+    members = np.array([(0, start, length, TAR, 0) for _, start, length in files], dtype=MEMBER)
+    if len(names) >= REMEMBER_FROM:
+        packed = Names.of(names)
+        buffer = io.BytesIO()
+        np.savez(buffer, names=np.frombuffer(packed.blob, np.uint8), ends=packed.ends, members=members)
+        write_atomically(memory, buffer.getvalue(), required=False)
+    return names, members
+
+
+BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """`a-{00..02}.tar` -> a-00.tar, a-01.tar, a-02.tar; several ranges multiply, the last one fastest."""
+    pieces = BRACES.split(pattern)
+    texts, firsts, lasts = pieces[0::3], pieces[1::3], pieces[2::3]
+    ranges = [
+        [f"{k:0{len(first)}d}" for k in range(int(first), int(last) + 1)]
+        for first, last in zip(firsts, lasts, strict=True)
+    ]
+    return [
+        "".join(part for pair in zip(texts, (*choice, ""), strict=True) for part in pair) for choice in product(*ranges)
+    ]
+
+
+def open_shard_pattern(pattern: str, *, labels: bool, channels: int) -> Packed:
+    paths = [Path(name) for name in expand_braces(pattern)]
+    missing = [path for path in paths if not path.is_file()]
+    if not paths or missing:
+        example = f"{str(missing[0])!r} does not exist" if missing else "the range is empty"
+        raise UserError(f"The shards {pattern!r} are not all there: {example}; give the range of those that are.")
+    return open_shards(paths, labels=labels, channels=channels)

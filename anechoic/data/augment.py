@@ -1,0 +1,152 @@
+"""From images of any size to a batch of one size: random resized crop, padded crop, centre crop; uint8 in, uint8 out.
+
+One route for every device: each sample is resampled on the CPU in integer arithmetic, so a crop is the same bits
+wherever and in whatever batch it is made. SPEC of the crops: He et al. 2022 (pre-training and linear probe).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from anechoic.draws import Draws
+from anechoic.errors import UserError
+
+KINDS = ("crop", "pad", "centre", "none")
+MARGIN = 256 / 224
+
+
+@dataclass(frozen=True)
+class Augment:
+    """How an image becomes image_size x image_size.
+
+    crop: a random box of `scale` times the area and `ratio` as its aspect, resized (bicubic, antialiased). A box that
+      does not fit is drawn again, `tries` times in all, then the middle is taken; tries=1 is the single-draw variant,
+      which cuts the box's sides to the image's instead.
+    pad: the image at its shorter side = image_size, `padding` black pixels around it, a random window.
+    centre: the shorter side resized to image_size * 256 / 224, then the middle. resize="auto" does not enlarge an image
+      to get that margin (32-pixel images judged at 32 pixels stay as they are); resize="margin" always does.
+    none: the shorter side resized to image_size, then the middle.
+    flip: mirror half of the visits; by default for crop and pad only.
+    """
+
+    kind: Literal["crop", "pad", "centre", "none"] = "crop"
+    scale: tuple[float, float] = (0.2, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    flip: bool | None = None
+    tries: int = 10
+    padding: int = 4
+    resize: Literal["auto", "margin"] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UserError(f"There is no augmentation {self.kind!r}; choose one of {', '.join(KINDS)}.")
+        if not (0 < self.scale[0] <= self.scale[1] <= 1):
+            raise UserError(f"The scale of a crop is two shares of the area, 0 < low <= high <= 1, not {self.scale}.")
+        if not (0 < self.ratio[0] <= self.ratio[1]):
+            raise UserError(f"The ratio of a crop is two positive numbers, low <= high, not {self.ratio}.")
+        if self.tries < 1 or self.padding < 0 or self.resize not in ("auto", "margin"):
+            raise UserError("An augmentation needs tries >= 1, padding >= 0 and resize 'auto' or 'margin'.")
+
+    @property
+    def flips(self) -> bool:
+        return self.kind in ("crop", "pad") if self.flip is None else self.flip
+
+    def __call__(self, images: Sequence[Tensor], *, image_size: int, draws: Draws) -> Tensor:
+        """uint8 images (C, H_i, W_i) -> uint8 (B, C, image_size, image_size), by their samples' random numbers."""
+        if self.kind == "crop":
+            sizes = np.array([image.shape[1:] for image in images])
+            boxes = crop_boxes(sizes, draws, scale=self.scale, ratio=self.ratio, tries=self.tries).tolist()
+            views = [
+                image[:, top : top + h, left : left + w] for image, (top, left, h, w) in zip(images, boxes, strict=True)
+            ]
+            batch = torch.stack([resize(view, image_size, image_size) for view in views])
+        else:
+            batch = torch.stack([self._middle(image, image_size) for image in images])
+            if self.kind == "pad":
+                batch = self._shift(batch, draws)
+        if self.flips:
+            chosen = draws.uniform("flip", 1)[:, 0] < 0.5
+            batch[chosen] = batch[chosen].flip(-1)
+        return batch
+
+    def _middle(self, image: Tensor, image_size: int) -> Tensor:
+        """The shorter side resized, then the centre square."""
+        height, width = image.shape[1:]
+        shorter = image_size
+        if self.kind == "centre":
+            shorter = round(image_size * MARGIN)
+            if self.resize == "auto":
+                shorter = min(shorter, max(image_size, min(height, width)))
+        if min(height, width) != shorter:
+            longer = int(shorter * max(height, width) / min(height, width))
+            height, width = (shorter, longer) if height <= width else (longer, shorter)
+            image = resize(image, height, width)
+        top, left = round((height - image_size) / 2), round((width - image_size) / 2)
+        return image[:, top : top + image_size, left : left + image_size]
+
+    def _shift(self, batch: Tensor, draws: Draws) -> Tensor:
+        size = batch.shape[-1]
+        padded = F.pad(batch, (self.padding,) * 4)
+        corners = draws.integers("shift", 2 * self.padding + 1, 2).tolist()
+        return torch.stack(
+            [image[:, top : top + size, left : left + size] for image, (top, left) in zip(padded, corners, strict=True)]
+        )
+
+
+def resize(image: Tensor, height: int, width: int) -> Tensor:
+    """uint8 (C, H, W) -> uint8 (C, height, width), bicubic, antialiased; the image itself if it has that size."""
+    if image.shape[1:] == (height, width):
+        return image
+    return F.interpolate(image[None], size=(height, width), mode="bicubic", antialias=True)[0]
+
+
+def crop_boxes(
+    sizes: np.ndarray, draws: Draws, *, scale: tuple[float, float], ratio: tuple[float, float], tries: int
+) -> np.ndarray:
+    """Sizes (B, 2) as (H, W) -> boxes (B, 4) as (top, left, height, width), integers.
+
+    Each try draws area = H W U(scale) and log aspect = U(log ratio); width = sqrt(area * aspect) and
+    height = sqrt(area / aspect). The first that fits is taken; if none does, the largest middle part
+    whose aspect lies within ratio.
+    """
+    H, W = sizes[:, :1].astype(np.float64), sizes[:, 1:].astype(np.float64)
+    area_share, aspect_share = np.moveaxis(draws.uniform("crop", tries, 2).numpy().astype(np.float64), -1, 0)
+    area = H * W * (scale[0] + (scale[1] - scale[0]) * area_share)
+    aspect = np.exp(math.log(ratio[0]) + (math.log(ratio[1]) - math.log(ratio[0])) * aspect_share)
+    widths, heights = np.rint(np.sqrt(area * aspect)), np.rint(np.sqrt(area / aspect))
+    widths, heights = np.maximum(widths, 1), np.maximum(heights, 1)
+    if tries == 1:
+        widths, heights = np.minimum(widths, W), np.minimum(heights, H)
+
+    fits = (widths <= W) & (heights <= H)
+    first = fits.argmax(axis=1)[:, None]
+    width, height = np.take_along_axis(widths, first, 1)[:, 0], np.take_along_axis(heights, first, 1)[:, 0]
+    place = draws.uniform("place", 2).numpy().astype(np.float64)
+    top = np.floor(place[:, 0] * (H[:, 0] - height + 1))
+    left = np.floor(place[:, 1] * (W[:, 0] - width + 1))
+
+    never = ~fits.any(axis=1)
+    if never.any():
+        H, W = H[:, 0], W[:, 0]
+        middle_width = np.where(ratio[1] < W / H, np.rint(H * ratio[1]), W)
+        middle_height = np.where(ratio[0] > W / H, np.rint(W / ratio[0]), H)
+        width, height = np.where(never, middle_width, width), np.where(never, middle_height, height)
+        top = np.where(never, (H - height) // 2, top)
+        left = np.where(never, (W - width) // 2, left)
+    return np.stack([top, left, height, width], axis=1).astype(np.int64)
+
+
+def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """uint8 (B, C, H, W) -> float32 (images / 255 - mean) / std on the images' device; one mean and std a channel."""
+    shape = (1, -1, 1, 1)
+    scale = torch.tensor([1 / (255 * value) for value in std], device=images.device).view(shape)
+    shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=images.device).view(shape)
+    return torch.addcmul(shift, images.to(torch.float32), scale)

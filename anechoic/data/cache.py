@@ -1,0 +1,192 @@
+"""Pixels decoded once and kept: a memory-mapped uint8 file per data set, checked when opened, rebuilt when stale.
+
+It never changes what is read, only how fast: `stored` gives the same pixels with and without a cache. Processes share
+one copy through the page cache, and of two that start together one builds while the other waits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import warnings
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from filelock import FileLock
+from torch import Tensor
+from tqdm import tqdm
+
+from anechoic.data.source import BadImage, Source, digest, refuse_too_many
+from anechoic.errors import UserError
+
+FORMAT = 1
+# A data set whose decoded pixels exceed this is read from its files every time.
+LIMIT_BYTES = 4 << 30
+SPOT_CHECKS = 64
+CHUNK = 64
+
+
+def cache_dir() -> Path:
+    """`ANECHOIC_CACHE`, or `anechoic` in the platform's folder for caches."""
+    if named := os.environ.get("ANECHOIC_CACHE"):
+        return Path(named)
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "anechoic"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", Path.home())) / "anechoic" / "cache"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anechoic"
+
+
+def write_atomically(path: Path, data: bytes, *, required: bool = True) -> None:
+    """Write beside the path, then rename: a reader sees the old file or the new one. A failure matters if required."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(name, path)
+    except OSError:
+        if required:
+            raise
+
+
+class Stored(Source):
+    """The pixels of a source from its cache: a flat file of (H, W, C) images one after the other."""
+
+    resident = True
+
+    def __init__(self, source: Source, folder: Path, *, verify: bool = True):
+        super().__init__()
+        index = json.loads((folder / "index.json").read_text())
+        with np.load(folder / "places.npz", allow_pickle=False) as places:
+            self._starts, self._shapes = places["starts"], places["shapes"]
+        size = (folder / "pixels.bin").stat().st_size
+        if size != int(self._starts[-1]) or index["format"] != FORMAT:
+            raise ValueError("cached pixels are incomplete")
+        self._pixels = torch.from_file(str(folder / "pixels.bin"), shared=False, size=size, dtype=torch.uint8)
+        if verify and zlib.crc32(self._pixels.numpy().data) != index["crc"]:
+            raise ValueError("cached pixels are damaged")
+        self._bad = {int(k): BadImage(name, reason) for k, (name, reason) in index["bad"].items()}
+        self._source, self._folder = source, folder
+        self.fingerprint, self.channels = source.fingerprint, source.channels
+        self.labels, self.classes = source.labels, source.classes
+        self.skipped = source.skipped
+        self.note_skipped((bad.name, bad.reason) for bad in self._bad.values())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A worker process maps the file again instead of receiving a copy of its content.
+        return partial(Stored, verify=False), (self._source, self._folder)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+    def name(self, index: int) -> str:
+        return self._source.name(index)
+
+    def read(self, index: int, *, min_side: int | None = None) -> Tensor:
+        if index in self._bad:
+            raise self._bad[index]
+        start, stop = self._starts[index : index + 2].tolist()
+        return self._pixels[start:stop].view(*self._shapes[index].tolist(), self.channels).permute(2, 0, 1)
+
+
+def stored(source: Source, *, min_side: int) -> Source:
+    """The source itself or its cache, whichever reads faster; both give the same pixels for this min_side.
+
+    Raises UserError if more than a tenth of the images, or of a sample of them, cannot be read.
+    """
+    if source.resident:
+        return source
+    if expected_bytes(source, min_side=min_side) > LIMIT_BYTES:
+        return source
+    key = digest("pixels", FORMAT, source.fingerprint, source.channels, min_side)
+    folder = cache_dir() / "pixels" / key
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            return _open_or_build(source, folder, min_side=min_side)
+    except OSError as error:
+        warnings.warn(
+            f"Decoded images cannot be kept in {str(cache_dir())!r} ({error.strerror or error}), so they are "
+            "decoded at every visit; set ANECHOIC_CACHE to a folder that can be written to.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return source
+
+
+def expected_bytes(source: Source, *, min_side: int) -> int:
+    """The size of all decoded pixels, judged by an even sample, which also finds a hopeless source early."""
+    indices = np.unique(np.linspace(0, len(source) - 1, SPOT_CHECKS).astype(int)).tolist()
+    results = source.read_many(indices, min_side=min_side)
+    refuse_too_many([(bad.name, bad.reason) for bad in results if isinstance(bad, BadImage)], of=len(indices))
+    sizes = [pixels.numel() for pixels in results if isinstance(pixels, Tensor)]
+    return int(np.mean(sizes) * len(source))
+
+
+def _open_or_build(source: Source, folder: Path, *, min_side: int) -> Stored:
+    if folder.is_dir():
+        try:
+            return Stored(source, folder)
+        except UserError:
+            raise
+        except (ValueError, KeyError, EOFError, FileNotFoundError) as error:
+            warnings.warn(
+                f"{str(error).capitalize()} in {str(folder)!r}, so they are made anew.", RuntimeWarning, stacklevel=3
+            )
+            shutil.rmtree(folder)
+    # Only the holder of the lock writes here, so an unfinished folder was left by a process that was killed.
+    unfinished = folder.with_suffix(".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    try:
+        _write(source, unfinished, min_side=min_side)
+        os.rename(unfinished, folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return Stored(source, folder, verify=False)
+
+
+def _write(source: Source, folder: Path, *, min_side: int) -> None:
+    crc = 0
+    starts, shapes, bad = [0], [], {}
+    with open(folder / "pixels.bin", "wb") as file:
+        for index, result in enumerate(_read_all(source, min_side=min_side)):
+            if isinstance(result, BadImage):
+                bad[index] = (result.name, result.reason)
+                shapes.append((0, 0))
+            else:
+                data = result.permute(1, 2, 0).contiguous().numpy().data
+                file.write(data)
+                crc = zlib.crc32(data, crc)
+                shapes.append((result.shape[1], result.shape[2]))
+            starts.append(file.tell())
+    refuse_too_many(list(bad.values()), of=len(source))
+    np.savez(folder / "places.npz", starts=np.array(starts, np.int64), shapes=np.array(shapes, np.int32))
+    (folder / "index.json").write_text(json.dumps({"format": FORMAT, "crc": crc, "bad": bad}))
+
+
+def _read_all(source: Source, *, min_side: int) -> Iterator[Tensor | BadImage]:
+    """Every image in order, decoded by as many threads as torch may use: decoders release the interpreter's lock."""
+    threads = torch.get_num_threads()
+    chunks = [range(start, min(start + CHUNK, len(source))) for start in range(0, len(source), CHUNK)]
+
+    def read(chunk: Sequence[int]) -> list[Tensor | BadImage]:
+        return source.read_many(chunk, min_side=min_side)
+
+    progress = tqdm(total=len(source), desc="decoding once", unit=" images", delay=2, leave=False, disable=None)
+    with progress, ThreadPoolExecutor(threads) as pool:
+        # A window at a time, so that memory stays small however slowly the disk writes.
+        for first in range(0, len(chunks), 4 * threads):
+            for results in pool.map(read, chunks[first : first + 4 * threads]):
+                yield from results
+                progress.update(len(results))

@@ -1,0 +1,191 @@
+"""The two data sets that need no download: scikit-learn's handwritten digits, and procedural scenes without end.
+
+A scene shows one textured shape of ten kinds at a random place, size, turn and colour on a textured ground. Colours and
+places say nothing about the kind, so comparing pixels does not help; the outline alone decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anechoic.data.arrays import Array
+from anechoic.data.decode import luminance
+from anechoic.data.source import BadImage, Source, digest
+from anechoic.draws import Draws
+from anechoic.errors import UserError
+
+SPLITS = ("train", "test")
+KINDS = ("disc", "ring", "square", "triangle", "bar", "cross", "star", "crescent", "half", "dots")
+SCENES_VERSION = 1
+TRAIN_SCENES, TEST_SCENES = 10_000, 2_000
+# Test scenes are the same endless sequence from here on, so no number of training scenes reaches them.
+TEST_OFFSET = 1 << 40
+CHUNK = 64
+
+
+def open_digits(rest: list[str], *, labels: bool, channels: int) -> Array:
+    """`digits` (1,797 images of 8 x 8), `digits:test` (every fifth of them) and `digits:train` (the others)."""
+    from sklearn.datasets import load_digits
+
+    if rest not in ([], ["train"], ["test"]):
+        raise UserError(f"There is no 'digits:{':'.join(rest)}'; say digits, digits:train or digits:test.")
+    bunch = load_digits()
+    number = np.arange(len(bunch.target))
+    chosen = {"": number >= 0, "train": number % 5 != 4, "test": number % 5 == 4}["".join(rest)]
+    images = np.rint(bunch.images * (255 / 16)).astype(np.uint8)[chosen]
+    return Array(
+        images,
+        channels=channels,
+        labels=bunch.target[chosen].astype(np.int64) if labels else None,
+        classes=tuple("0123456789") if labels else None,
+        fingerprint=digest("digits", images),
+        where="digits",
+    )
+
+
+def open_scenes(rest: list[str], *, labels: bool, channels: int, size: int, seed: int) -> Scenes:
+    """`scenes`, `scenes:train` (10,000) or `scenes:test` (2,000), each with `:NUMBER` for any other number."""
+    split = rest[0] if rest and rest[0] in SPLITS else "train"
+    numbers = rest[1:] if rest and rest[0] in SPLITS else rest
+    if len(numbers) > 1 or not all(text.isdecimal() and int(text) > 0 for text in numbers):
+        raise UserError(
+            f"There is no 'scenes:{':'.join(rest)}'; say scenes, scenes:train, scenes:test or, say, scenes:train:20000."
+        )
+    default = TRAIN_SCENES if split == "train" else TEST_SCENES
+    return Scenes(
+        int(numbers[0]) if numbers else default, split=split, labels=labels, channels=channels, size=size, seed=seed
+    )
+
+
+class Scenes(Source):
+    """count scenes of size x size; scene i is a function of (seed, split, i, size) alone, its kind is i modulo 10."""
+
+    def __init__(
+        self, count: int, *, split: str = "train", labels: bool = True, channels: int = 3, size: int = 64, seed: int = 0
+    ):
+        super().__init__()
+        if channels not in (1, 3):
+            raise UserError(f"Scenes have 1 or 3 channels, not {channels}; ask for channels=3.")
+        if size < 8:
+            raise UserError(f"Scenes of {size} pixels a side show nothing; ask for a size of 8 or more.")
+        self.count, self.offset, self.channels, self.size, self.seed = (
+            count,
+            TEST_OFFSET * (split == "test"),
+            channels,
+            size,
+            seed,
+        )
+        self.labels = np.arange(count, dtype=np.int64) % len(KINDS) if labels else None
+        self.classes = KINDS if labels else None
+        self.fingerprint = digest("scenes", SCENES_VERSION, count, split, size, seed)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def name(self, index: int) -> str:
+        return f"{index:06d}-{KINDS[index % len(KINDS)]}"
+
+    def read(self, index: int, *, min_side: int | None = None) -> Tensor:
+        return self._images([index])[0]
+
+    def read_many(self, indices: Sequence[int], *, min_side: int | None = None) -> list[Tensor | BadImage]:
+        chunks = [indices[k : k + CHUNK] for k in range(0, len(indices), CHUNK)]
+        return [image for chunk in chunks for image in self._images(chunk)]
+
+    def mask(self, index: int) -> Tensor:
+        """uint8 (size, size): 0 on the ground, 1 + kind on the shape."""
+        _, cover = draw_scenes(torch.tensor([index + self.offset]), size=self.size, seed=self.seed)
+        return (cover[0] > 0.5).to(torch.uint8) * (1 + index % len(KINDS))
+
+    def _images(self, indices: Sequence[int]) -> Sequence[Tensor]:
+        ids = torch.as_tensor(list(indices), dtype=torch.int64) + self.offset
+        images, _ = draw_scenes(ids, size=self.size, seed=self.seed)
+        if self.channels == 1:
+            images = torch.from_numpy(luminance(images.permute(0, 2, 3, 1).numpy())).permute(0, 3, 1, 2)
+        return images.unbind(0)
+
+
+def draw_scenes(ids: Tensor, *, size: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Scene numbers (B,) -> images uint8 (B, 3, size, size) and the shape's coverage of each pixel (B, size, size)."""
+    draws = Draws(seed, ids, torch.zeros_like(ids)).uniform("scene", 40)
+    axis = (torch.arange(size) + 0.5) * (2 / size) - 1
+    x, y = axis[None, None, :], axis[None, :, None]
+
+    radius = 0.45 + 0.35 * draws[:, 0]
+    turn = 2 * math.pi * draws[:, 1]
+    # The shape may lose a little over the edge, never its middle.
+    reach = (1.1 - radius).clamp(max=0.6)
+    left, top = reach * (2 * draws[:, 2] - 1), reach * (2 * draws[:, 3] - 1)
+    dx, dy = (x - _each(left)) / _each(radius), (y - _each(top)) / _each(radius)
+    cosine, sine = _each(torch.cos(turn)), _each(torch.sin(turn))
+    cover = _cover(ids % len(KINDS), cosine * dx + sine * dy, cosine * dy - sine * dx, scale=_each(radius) * (size / 2))
+
+    ground, shape = draws[:, 4:7], (draws[:, 4:7] + 0.5 + 0.3 * (draws[:, 7:10] - 0.5)) % 1
+    images = torch.lerp(
+        _texture(x, y, ground, draws[:, 10:25]),
+        _texture(x, y, shape, draws[:, 25:40]),
+        cover[:, None],
+    )
+    return (images * 255).round().clamp(0, 255).to(torch.uint8), cover
+
+
+def _each(values: Tensor) -> Tensor:
+    """(B,) -> (B, 1, 1), to meet the pixel grid."""
+    return values[:, None, None]
+
+
+def _texture(x: Tensor, y: Tensor, colour: Tensor, draws: Tensor) -> Tensor:
+    """(B, 3, H, W): two random waves, making anything between stripes and checks, tint the colour (B, 3)."""
+    waves = []
+    for k in (0, 3):
+        angle, cycles, phase = 2 * math.pi * draws[:, k], 1 + 2.5 * draws[:, k + 1], 2 * math.pi * draws[:, k + 2]
+        along = _each(torch.cos(angle) * cycles * math.pi) * x + _each(torch.sin(angle) * cycles * math.pi) * y
+        waves.append(torch.sin(along + _each(phase)))
+    pattern = torch.lerp(waves[0], waves[0] * waves[1], _each(draws[:, 6]))
+    tint = 0.55 * (draws[:, 7:10] - 0.5)
+    return colour[:, :, None, None] + tint[:, :, None, None] * pattern[:, None]
+
+
+def _cover(kinds: Tensor, u: Tensor, v: Tensor, *, scale: Tensor) -> Tensor:
+    """Coverage in [0, 1] from the signed distance to the outline (negative inside), one pixel soft."""
+    distance = torch.empty_like(u)
+    for kind in kinds.unique().tolist():
+        rows = (kinds == kind).nonzero()[:, 0]
+        distance[rows] = OUTLINES[KINDS[kind]](u[rows], v[rows])
+    return (0.5 - distance * scale).clamp(0, 1)
+
+
+def _box(u: Tensor, v: Tensor, half_width: float, half_height: float) -> Tensor:
+    return torch.maximum(u.abs() - half_width, v.abs() - half_height)
+
+
+def _star(u: Tensor, v: Tensor) -> Tensor:
+    """Five points: fold the plane into one tenth of the star, then one edge from the tip (1, 0) to the notch."""
+    fold = 2 * math.pi / 5
+    angle = torch.atan2(v, u)
+    angle = (angle - fold * torch.round(angle / fold)).abs()
+    length = torch.hypot(u, v)
+    notch = (0.42 * math.cos(fold / 2), 0.42 * math.sin(fold / 2))
+    normal = (notch[1], 1 - notch[0])
+    norm = math.hypot(*normal)
+    return (length * torch.cos(angle) - 1) * (normal[0] / norm) + length * torch.sin(angle) * (normal[1] / norm)
+
+
+# Signed distance of the outline at (u, v), the shape's own coordinates: it fits the circle of radius 1.
+OUTLINES = {
+    "disc": lambda u, v: torch.hypot(u, v) - 0.8,
+    "ring": lambda u, v: (torch.hypot(u, v) - 0.72).abs() - 0.2,
+    "square": lambda u, v: _box(u, v, 0.7, 0.7),
+    "triangle": lambda u, v: torch.maximum(math.sqrt(0.75) * u.abs() + 0.5 * v, -v) - 0.5,
+    "bar": lambda u, v: _box(u, v, 0.95, 0.27),
+    "cross": lambda u, v: torch.minimum(_box(u, v, 0.92, 0.28), _box(u, v, 0.28, 0.92)),
+    "star": _star,
+    "crescent": lambda u, v: torch.maximum(torch.hypot(u, v) - 0.9, 0.72 - torch.hypot(u - 0.42, v)),
+    "half": lambda u, v: torch.maximum(torch.hypot(u, v + 0.4) - 0.9, -(v + 0.4)),
+    "dots": lambda u, v: torch.minimum(torch.hypot(u - 0.56, v), torch.hypot(u + 0.56, v)) - 0.4,
+}

@@ -1,0 +1,205 @@
+"""Images that are files on disk: a folder searched to any depth, a text list of paths, a single image.
+
+Archives and tables are elsewhere; this file opens no image, it only finds them.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from anechoic.data.cache import cache_dir, write_atomically
+from anechoic.data.source import EncodedSource, Names, classes_from_folders, digest, is_image_name, number_classes
+from anechoic.errors import UserError
+
+# Listing fewer files takes less than a tenth of a second and needs no cache.
+REMEMBER_FROM = 20_000
+# A remembered listing of up to this many files is checked file by file, a longer one at a thousand places.
+CHECK_ALL_UP_TO = 100_000
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Every image below a folder in sorted order: relative names, sizes, times of change; and the folders passed."""
+
+    names: Names
+    sizes: np.ndarray
+    times: np.ndarray
+    folders: Names
+    folder_times: np.ndarray
+
+    def save(self, path: Path) -> None:
+        arrays = {
+            "names": np.frombuffer(self.names.blob, np.uint8),
+            "ends": self.names.ends,
+            "sizes": self.sizes,
+            "times": self.times,
+            "folders": np.frombuffer(self.folders.blob, np.uint8),
+            "folder_ends": self.folders.ends,
+            "folder_times": self.folder_times,
+        }
+        buffer = io.BytesIO()
+        np.savez(buffer, **arrays)  # type: ignore[arg-type]
+        write_atomically(path, buffer.getvalue(), required=False)
+
+    @classmethod
+    def load(cls, path: Path) -> Listing:
+        with np.load(path, allow_pickle=False) as arrays:
+            return cls(
+                Names(arrays["names"].tobytes(), arrays["ends"]),
+                arrays["sizes"],
+                arrays["times"],
+                Names(arrays["folders"].tobytes(), arrays["folder_ends"]),
+                arrays["folder_times"],
+            )
+
+    def still_true(self, root: Path) -> bool:
+        """No folder was changed, and no file looked at was written over."""
+        count = len(self.names)
+        looked_at = range(count) if count <= CHECK_ALL_UP_TO else np.linspace(0, count - 1, 1000).astype(int)
+        try:
+            same_folders = all(
+                os.stat(os.path.join(root, folder)).st_mtime_ns == time
+                for folder, time in zip(self.folders, self.folder_times, strict=True)
+            )
+            if not same_folders:
+                return False
+            stats = ((k, os.stat(os.path.join(root, self.names[k]))) for k in looked_at)
+            return all(stat.st_size == self.sizes[k] and stat.st_mtime_ns == self.times[k] for k, stat in stats)
+        except OSError:
+            return False
+
+
+def scan(root: Path) -> Listing:
+    """List a folder: names, sizes, times. Links are followed, but each real folder is entered once, so loops end."""
+    found: list[tuple[str, int, int]] = []
+    folders: list[tuple[str, int]] = []
+    entered: set[tuple[int, int]] = set()
+    waiting = [""]
+    while waiting:
+        folder = waiting.pop()
+        stat = os.stat(os.path.join(root, folder))
+        if (stat.st_dev, stat.st_ino) in entered:
+            continue
+        entered.add((stat.st_dev, stat.st_ino))
+        folders.append((folder, stat.st_mtime_ns))
+        with os.scandir(os.path.join(root, folder)) as entries:
+            for entry in entries:
+                name = f"{folder}/{entry.name}" if folder else entry.name
+                if is_image_name(entry.name) and entry.is_file():
+                    status = entry.stat()
+                    found.append((name, status.st_size, status.st_mtime_ns))
+                elif entry.is_dir() and not entry.name.startswith("."):
+                    waiting.append(name)
+        # Depth first in sorted order, so that of two links to one folder the same one is entered every time.
+        waiting.sort(reverse=True)
+    found.sort()
+    return Listing(
+        names=Names.of(name for name, _, _ in found),
+        sizes=np.array([size for _, size, _ in found], dtype=np.int64),
+        times=np.array([time for _, _, time in found], dtype=np.int64),
+        folders=Names.of(folder for folder, _ in folders),
+        folder_times=np.array([time for _, time in folders], dtype=np.int64),
+    )
+
+
+def remembered_scan(root: Path) -> Listing:
+    """`scan`, or its result of an earlier time if it still holds."""
+    memory = cache_dir() / "listings" / f"{digest(os.fsencode(root.resolve()))}.npz"
+    if memory.is_file():
+        try:
+            listing = Listing.load(memory)
+        except (OSError, ValueError, KeyError, EOFError):
+            listing = None  # a damaged listing is scanned anew and replaced below
+        if listing is not None and listing.still_true(root):
+            return listing
+    listing = scan(root)
+    if len(listing.names) >= REMEMBER_FROM:
+        listing.save(memory)
+    return listing
+
+
+class Files(EncodedSource):
+    """Image files below one root, by relative name."""
+
+    def __init__(
+        self,
+        root: Path,
+        names: Names,
+        *,
+        fingerprint: str,
+        channels: int = 3,
+        labels: np.ndarray | None = None,
+        classes: tuple[str, ...] | None = None,
+    ):
+        super().__init__(channels=channels)
+        self.root, self.names, self.fingerprint = root, names, fingerprint
+        self.labels, self.classes = labels, classes
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def name(self, index: int) -> str:
+        return self.names[index]
+
+    def data(self, index: int) -> bytes:
+        with open(os.path.join(self.root, self.names[index]), "rb") as file:
+            return file.read()
+
+
+def open_folder(root: Path, *, labels: bool, channels: int) -> Files:
+    """A folder, searched to any depth; labels are the names of its sub-folders."""
+    listing = remembered_scan(root)
+    if not len(listing.names):
+        raise UserError(
+            f"There is no JPEG, PNG, WebP, BMP or TIFF image in or below {str(root)!r}; give a folder with images."
+        )
+    numbers, classes = classes_from_folders(listing.names, where=str(root)) if labels else (None, None)
+    fingerprint = digest("files", listing.names.blob, listing.names.ends, listing.sizes, listing.times)
+    return Files(root, listing.names, fingerprint=fingerprint, channels=channels, labels=numbers, classes=classes)
+
+
+def open_paths(root: Path, paths: list[str], *, channels: int, kinds: list[str] | None = None, where: str) -> Files:
+    """Files named one by one, relative to root or absolute; kinds: a class name for each."""
+    try:
+        stats = [os.stat(os.path.join(root, path)) for path in paths]
+    except OSError as error:
+        raise UserError(
+            f"{where} names {error.filename!r}, which cannot be opened ({error.strerror}); correct or remove it."
+        ) from error
+    names = Names.of(paths)
+    sizes = np.array([(stat.st_size, stat.st_mtime_ns) for stat in stats], dtype=np.int64)
+    labels, classes = number_classes(kinds) if kinds is not None else (None, None)
+    fingerprint = digest("files", names.blob, names.ends, sizes)
+    return Files(root, names, fingerprint=fingerprint, channels=channels, labels=labels, classes=classes)
+
+
+def open_list(path: Path, *, labels: bool, channels: int) -> Files:
+    """A text file; a line is an image path, relative to the list's folder, and optionally a tab and a class name."""
+    try:
+        lines = [
+            line for line in path.read_text(encoding="utf-8").splitlines() if line.strip() and not line.startswith("#")
+        ]
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{str(path)!r} is not a text list of image paths (it is not UTF-8); write one path a line."
+        ) from error
+    if not lines:
+        raise UserError(f"The list {str(path)!r} is empty; write one image path a line.")
+    paths, _, kinds = zip(*(line.partition("\t") for line in lines), strict=True)
+    if labels and not all(kinds):
+        number = next(k for k, kind in enumerate(kinds, 1) if not kind)
+        raise UserError(
+            f"Line {number} of {str(path)!r} has no label; write the path, a tab and the class name on each line."
+        )
+    return open_paths(
+        path.parent,
+        list(paths),
+        channels=channels,
+        kinds=list(kinds) if labels else None,
+        where=f"The list {str(path)!r}",
+    )

@@ -1,0 +1,226 @@
+"""Batches in an order that is a function of (seed, samples seen) alone, whatever the workers, ranks or where it starts.
+
+There is no state to save: a run that has seen n samples goes on with `start=n`. Evaluation passes once, in order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from anechoic.data.augment import Augment
+from anechoic.data.cache import stored
+from anechoic.data.source import BadImage, Source
+from anechoic.draws import Draws
+from anechoic.errors import UserError
+
+# Larger images are reduced by 2, 4 or 8 while their shorter side stays 2.5 times image_size: the smallest usual crop, a
+# fifth of the area at 4:3, then still has as many pixels as are asked for. The steps 160 * 2^k let sizes share a cache.
+SMALLEST_SIDE, SIDES_PER_SIZE = 160, 2.5
+
+
+class Batch(NamedTuple):
+    """images uint8 (B, C, H, W); ids, visits int64 (B,): which sample, how often seen before; labels int64 (B,)."""
+
+    images: Tensor
+    ids: Tensor
+    visits: Tensor
+    labels: Tensor | None
+
+
+def min_side_for(image_size: int) -> int:
+    """The shorter side down to which images may be reduced before they are cropped."""
+    side = SMALLEST_SIDE
+    while side < SIDES_PER_SIZE * image_size:
+        side *= 2
+    return side
+
+
+def permutation(count: int, *, seed: int, epoch: int) -> Tensor:
+    """The order of an epoch, int64 (count,): samples sorted by a random word each."""
+    ids = torch.arange(count)
+    words = Draws(seed, ids, torch.full_like(ids, epoch)).words("order", 1)[:, 0]
+    return torch.argsort(words, stable=True)
+
+
+class _Batches(Dataset):
+    """Batch number -> (batch or None if nothing in it was readable, unreadable images met); runs in the workers."""
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        image_size: int,
+        batch_size: int,
+        seed: int,
+        augment: Augment,
+        shuffle: bool,
+        epoch_length: int,
+        start: int,
+        rank: int,
+        world_size: int,
+    ):
+        self.source, self.image_size, self.batch_size, self.seed, self.augment = (
+            source,
+            image_size,
+            batch_size,
+            seed,
+            augment,
+        )
+        self.shuffle, self.epoch_length, self.start = shuffle, epoch_length, start
+        self.rank, self.world_size = rank, world_size
+        self.bad: dict[int, BadImage] = {}
+        self._orders: dict[int, Tensor] = {}
+
+    def __getitem__(self, number: int) -> tuple[Batch | None, list[tuple[str, str]]]:
+        known = len(self.bad)
+        ids, visits = self.samples(number)
+        rows, images = self._read(ids.tolist())
+        bad = [(item.name, item.reason) for item in list(self.bad.values())[known:]]
+        if not images:
+            return None, bad
+        ids, visits = torch.tensor([index for _, index in rows]), visits[[row for row, _ in rows]]
+        pixels = self.augment(images, image_size=self.image_size, draws=Draws(self.seed, ids, visits))
+        labels = None if self.source.labels is None else torch.from_numpy(self.source.labels[ids.numpy()])
+        return Batch(pixels, ids, visits, labels), bad
+
+    def samples(self, number: int) -> tuple[Tensor, Tensor]:
+        """Ids and visits of this rank's slice of a global batch."""
+        first = self.start + number * self.batch_size
+        stop = first + self.batch_size if self.shuffle else min(first + self.batch_size, self.epoch_length)
+        length = stop - first
+        low, high = first + length * self.rank // self.world_size, first + length * (self.rank + 1) // self.world_size
+        positions = torch.arange(low, high)
+        visits, slots = positions // self.epoch_length, positions % self.epoch_length
+        if not self.shuffle:
+            return slots, visits
+        ids = torch.empty_like(slots)
+        for epoch in visits.unique().tolist():
+            ids[visits == epoch] = self._order(epoch)[slots[visits == epoch]]
+        return ids, visits
+
+    def _order(self, epoch: int) -> Tensor:
+        if epoch not in self._orders:
+            # A batch touches few epochs; older orders are forgotten.
+            self._orders = {k: order for k, order in self._orders.items() if k >= epoch - 1}
+            self._orders[epoch] = permutation(len(self.source), seed=self.seed, epoch=epoch)
+        return self._orders[epoch]
+
+    def _read(self, ids: list[int]) -> tuple[list[tuple[int, int]], list[Tensor]]:
+        """(row, id) and pixels of what can be read.
+
+        In evaluation bad images are left out; in training the next good one in the source's order stands in.
+        """
+        rows, images = [], []
+        results = self._fetch(ids)
+        for row, (index, result) in enumerate(zip(ids, results, strict=True)):
+            attempts = 0
+            while isinstance(result, BadImage) and self.shuffle and attempts <= len(self.source) // 10:
+                attempts += 1
+                index = (index + 1) % len(self.source)
+                (result,) = self._fetch([index])
+            if isinstance(result, Tensor):
+                rows.append((row, index))
+                images.append(result)
+        return rows, images
+
+    def _fetch(self, ids: list[int]) -> list[Tensor | BadImage]:
+        wanted = [index for index in ids if index not in self.bad]
+        found = dict(zip(wanted, self.source.read_many(wanted, min_side=min_side_for(self.image_size)), strict=True))
+        self.bad.update((index, result) for index, result in found.items() if isinstance(result, BadImage))
+        return [found.get(index, self.bad.get(index)) for index in ids]  # type: ignore[misc]
+
+
+class Loader:
+    """Iterates over `Batch`es of a source.
+
+    shuffle=True is training: endless, each epoch in a new order, `visits` counting the epochs. Epochs follow each other
+    without a gap; drop_last=True ends an epoch at its last full batch, so that no batch holds two epochs.
+    shuffle=False is evaluation: once, in order; drop_last=True leaves out an incomplete last batch.
+    start: samples seen before. rank, world_size: this process gets its contiguous slice of every batch of batch_size.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        image_size: int,
+        batch_size: int,
+        seed: int = 0,
+        augment: Augment | None = None,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        start: int = 0,
+        workers: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        cache: bool = True,
+    ):
+        if image_size < 1 or batch_size < 1 or workers < 0 or start < 0:
+            raise UserError(
+                "A loader needs image_size and batch_size of at least 1, and workers and start of at least 0."
+            )
+        if not 0 <= rank < world_size:
+            raise UserError(f"There is no rank {rank} among {world_size} processes; ranks count from 0.")
+        if shuffle and batch_size % world_size:
+            raise UserError(
+                f"A batch of {batch_size} cannot be shared by {world_size} processes; choose a multiple of that."
+            )
+        count = len(source)
+        if shuffle and drop_last and batch_size > count:
+            raise UserError(
+                f"A batch of {batch_size} is more than the {count} images there are; choose a smaller batch."
+            )
+        self.source = stored(source, min_side=min_side_for(image_size)) if cache else source
+        self.batch_size, self.shuffle, self.workers = batch_size, shuffle, workers
+        self.num_samples = count // batch_size * batch_size if drop_last else count
+        self._batches = _Batches(
+            self.source,
+            image_size=image_size,
+            batch_size=batch_size,
+            seed=seed,
+            augment=augment or Augment("crop" if shuffle else "centre"),
+            shuffle=shuffle,
+            epoch_length=self.num_samples,
+            start=start,
+            rank=rank,
+            world_size=world_size,
+        )
+
+    @property
+    def num_batches(self) -> int | None:
+        """How many batches an evaluation has from its start on; None for training, which does not end."""
+        return None if self.shuffle else max(0, -(-(self.num_samples - self._batches.start) // self.batch_size))
+
+    @property
+    def skipped(self) -> list[tuple[str, str]]:
+        """(name, reason) of every image found unreadable so far."""
+        return self.source.skipped
+
+    def __iter__(self) -> Iterator[Batch]:
+        numbers: Iterable[int] = itertools.count() if self.num_batches is None else range(self.num_batches)
+        # The workers come one batch after the other; they only compute, so how many there are changes nothing.
+        loader = DataLoader(
+            self._batches,
+            sampler=numbers,
+            batch_size=None,
+            num_workers=self.workers,
+            worker_init_fn=_leave_signals_to_parent,
+        )
+        for batch, bad in loader:
+            if bad:
+                self.source.note_skipped(bad)
+            if batch is not None:
+                yield batch
+
+
+def _leave_signals_to_parent(worker: int) -> None:
+    """A forked worker inherits the run's handlers, but only the run may save and say goodbye."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,181 @@
+"""What a source of images is: a numbered, named collection that hands out uint8 pixels; and what all sources share.
+
+The kinds of source live in `files`, `archives`, `tables`, `arrays` and `embedded`; `open_source` chooses among them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from anechoic.data.decode import Undecodable, decode
+from anechoic.errors import UserError
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff")
+
+
+class BadImage(Exception):
+    """One image of a source cannot be read. The loader leaves it out and lists it; a person sees name and reason."""
+
+    def __init__(self, name: str, reason: str):
+        super().__init__(name, reason)
+        self.name, self.reason = name, reason
+
+
+class Source(ABC):
+    """Images 0 .. len - 1. `skipped` lists (name, reason) of those found unreadable so far."""
+
+    fingerprint: str  # hex; changes when the images do
+    labels: np.ndarray | None = None  # int64 (len,), if they were asked for
+    classes: tuple[str, ...] | None = None  # names of the labels, where the source has names
+    channels: int = 3
+    resident = False  # True: pixels come from memory or a memory map, and a cache of them would be a copy
+
+    def __init__(self) -> None:
+        self.skipped: list[tuple[str, str]] = []
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def name(self, index: int) -> str: ...
+
+    @abstractmethod
+    def read(self, index: int, *, min_side: int | None = None) -> Tensor:
+        """uint8 (C, H, W); raises BadImage. min_side: larger images may come reduced, see `decode`."""
+
+    def read_many(self, indices: Sequence[int], *, min_side: int | None = None) -> list[Tensor | BadImage]:
+        """One result per index, unreadable ones as the BadImage itself."""
+        out: list[Tensor | BadImage] = []
+        for index in indices:
+            try:
+                out.append(self.read(index, min_side=min_side))
+            except BadImage as bad:
+                out.append(bad)
+        return out
+
+    def note_skipped(self, bad: Iterable[tuple[str, str]]) -> None:
+        """Add unreadable images to `skipped`, each once; stop when they are more than a tenth of the source."""
+        known = set(self.skipped)
+        self.skipped.extend(item for item in dict.fromkeys(bad) if item not in known)
+        refuse_too_many(self.skipped, of=len(self))
+
+
+class EncodedSource(Source):
+    """A source whose images are encoded files: subclasses fetch bytes, this class decodes them."""
+
+    def __init__(self, *, channels: int):
+        super().__init__()
+        if channels not in (1, 2, 3, 4):
+            raise UserError(
+                f"Image files have 1 to 4 channels, not {channels}; save such images as a .npy array (N, H, W, C)."
+            )
+        self.channels = channels
+
+    @abstractmethod
+    def data(self, index: int) -> bytes:
+        """The encoded image; OSError if it cannot be fetched, Undecodable if it is damaged on the way."""
+
+    def read(self, index: int, *, min_side: int | None = None) -> Tensor:
+        try:
+            return decode(self.data(index), channels=self.channels, min_side=min_side)
+        except Undecodable as error:
+            raise BadImage(self.name(index), str(error)) from error
+        except OSError as error:
+            raise BadImage(self.name(index), error.strerror or str(error)) from error
+
+
+def refuse_too_many(bad: Sequence[tuple[str, str]], *, of: int) -> None:
+    """UserError if more than a tenth of the images looked at are bad."""
+    if 10 * len(bad) > of:
+        name, reason = bad[0]
+        raise UserError(
+            f"{len(bad)} of {of} images cannot be read (the first is {name!r}: {reason}); "
+            "repair or remove them, since at most a tenth may be bad."
+        )
+
+
+class Names(Sequence[str]):
+    """A million strings in one block of bytes: small in memory, never copied when a worker process starts."""
+
+    def __init__(self, blob: bytes, ends: np.ndarray):
+        self.blob, self.ends = blob, ends
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> Names:
+        encoded = [os.fsencode(name) for name in names]
+        return cls(b"".join(encoded), np.cumsum([len(name) for name in encoded], dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self[k] for k in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index %= len(self)
+        start = self.ends[index - 1] if index else 0
+        return os.fsdecode(self.blob[start : self.ends[index]])
+
+
+def digest(*parts: bytes | str | int | np.ndarray) -> str:
+    """A hex fingerprint of the parts in order; lengths are part of it, so boundaries matter."""
+    state = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            part = np.ascontiguousarray(part).tobytes()
+        elif not isinstance(part, bytes):
+            part = str(part).encode("utf-8", "surrogateescape")
+        state.update(len(part).to_bytes(8, "little"))
+        state.update(part)
+    return state.hexdigest()
+
+
+def is_image_name(name: str) -> bool:
+    """By suffix; hidden files and the shadow files of macOS archives are not images."""
+    base = name.rsplit("/", 1)[-1]
+    return base.lower().endswith(IMAGE_SUFFIXES) and not base.startswith(".") and "__MACOSX/" not in name
+
+
+def number_classes(names: Sequence[str]) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Class names per image -> labels (int64) and the sorted class names they index."""
+    classes, labels = np.unique(np.asarray(names, dtype=str), return_inverse=True)
+    return labels.astype(np.int64), tuple(map(str, classes))
+
+
+def classes_from_folders(names: Sequence[str], *, where: str) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Labels from the first folder of each relative path."""
+    loose = next((name for name in names if "/" not in name), None)
+    if loose is not None:
+        raise UserError(
+            f"Labels are the names of sub-folders, and {loose!r} of {where!r} is in none; make a folder per class."
+        )
+    return number_classes([name.split("/", 1)[0] for name in names])
+
+
+def labels_of(source: Source) -> np.ndarray:
+    """The labels, or a UserError that says how to give some."""
+    if source.labels is None:
+        raise UserError(
+            "This needs labels and the data has none; sort the images into one folder per class, for example."
+        )
+    return source.labels
+
+
+def common_labels(first: Source, second: Source) -> tuple[np.ndarray, np.ndarray, tuple[str, ...] | None]:
+    """The labels of two sources in one numbering: by class name where both have names, as they are otherwise.
+
+    A test folder may lack classes of the training folder, so equal numbers alone do not mean equal classes.
+    """
+    one, two = labels_of(first), labels_of(second)
+    if first.classes is None or second.classes is None or first.classes == second.classes:
+        return one, two, first.classes or second.classes
+    names = (*first.classes, *(name for name in second.classes if name not in first.classes))
+    place = np.array([names.index(name) for name in second.classes], dtype=np.int64)
+    return one, place[two], names
