@@ -10,9 +10,9 @@ B batch, C channels, H height, W width. Every process writes x_t = alpha(t) * da
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import cache
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from anechoic.draws import Draws
 from anechoic.errors import UserError
+from anechoic.objectives import Objective, Samples
 
 
 def per_sample(values: Tensor, x: Tensor) -> Tensor:
@@ -215,25 +216,81 @@ def process_named(name: str) -> Process:
     return PROCESSES[name]
 
 
-@dataclass(frozen=True)
-class Denoising:
-    """The training objective: mean over all elements of (prediction - target)^2, without weights.
-
-    Labels, if the model has classes, are replaced by the null class with the model's `label_dropout`. Time, noise and
-    label drop of a sample are functions of (seed, sample, visit).
-    """
-
-    process: Process
-
-    def __call__(self, model: nn.Module, images: Tensor, draws: Draws, labels: Tensor | None = None) -> Tensor:
-        """images (B, C, H, W) float, labels (B,) int64 -> the loss, a scalar."""
-        noise = draws.normal("noise", *images.shape[1:]).to(images)
-        t = self.process.draw_time(draws)
-        x = self.process.mix(images, noise, t)
-        prediction = model(x, self.process.network_time(t), labels)
-        return F.mse_loss(prediction.to(torch.float32), self.process.target(images, noise).to(torch.float32))
+# ---- objectives -----------------------------------------------------------------------------------------------------
 
 
 def drop_labels(labels: Tensor, draws: Draws, *, probability: float, null: int) -> Tensor:
     """(B,) labels, each replaced by the null class with the given probability."""
     return torch.where(draws.uniform("label-drop") < probability, null, labels)
+
+
+def training_labels(config: Any, labels: Tensor | None, draws: Draws) -> Tensor | None:
+    """What a network of this config is told: nothing, the labels, or the labels with some of them dropped."""
+    if config.num_classes is None:
+        return None
+    if labels is None:
+        raise UserError(
+            "A class-conditional network is trained on labels: set data.labels to true, on data that has them."
+        )
+    if config.label_dropout == 0:
+        return labels
+    return drop_labels(labels, draws, probability=config.label_dropout, null=config.num_classes)
+
+
+def denoising(process: Process) -> Objective:
+    """Mean over all elements of (prediction - target)^2 at a drawn time, without weights.
+
+    Time, noise and label drop of a sample are functions of (seed, sample, visit).
+    """
+
+    def loss(model: Any, batch: Samples, draws: Draws) -> dict[str, Tensor]:
+        images = batch.images
+        labels = training_labels(model.config, batch.labels, draws)
+        noise = draws.normal("noise", *images.shape[1:]).to(images)
+        t = process.draw_time(draws)
+        prediction = model(process.mix(images, noise, t), process.network_time(t), labels)
+        return {"loss": F.mse_loss(prediction.float(), process.target(images, noise).float())}
+
+    return loss
+
+
+def noise_prediction(*, process: str = "vp") -> Objective:
+    """Predict the noise of the continuous VP process ("vp") or of the discrete latent schedule ("discrete")."""
+    chosen = process_named(process)
+    if not isinstance(chosen, NoisePredicting):
+        raise UserError(f"The {process!r} process predicts no noise; use the objective flow_matching.")
+    return denoising(chosen)
+
+
+def flow_matching() -> Objective:
+    """Predict the velocity data - noise of the straight path from noise to data."""
+    return denoising(LinearFlow())
+
+
+def process_of(objective: str, options: Mapping[str, Any]) -> Process | None:
+    """The process that an objective of a run's config trains on; None if it trains no denoiser."""
+    if objective == "noise_prediction":
+        return process_named(options.get("process", "vp"))
+    return LinearFlow() if objective == "flow_matching" else None
+
+
+# ---- a denoiser as an encoder ---------------------------------------------------------------------------------------
+
+
+def encode(
+    model: nn.Module, images: Tensor, *, process: Process, level: float = 0.0, noise: Tensor | None = None
+) -> Tensor:
+    """Run the network on images (B, C, H, W) at a noise level (0: clean), without a label where it can do without."""
+    t = process.time_of_noise(torch.full((len(images),), level, device=images.device))
+    x = images if noise is None else process.mix(images, noise, t)
+    return model(x, process.network_time(t), None)
+
+
+def encode_clean_noise(model: nn.Module, images: Tensor) -> Tensor:
+    """A noise predictor on clean images: both of its processes call that time 0."""
+    return encode(model, images, process=ContinuousVP())
+
+
+def encode_clean_flow(model: nn.Module, images: Tensor) -> Tensor:
+    """A velocity predictor on clean images."""
+    return encode(model, images, process=LinearFlow())
