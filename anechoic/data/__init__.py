@@ -16,7 +16,7 @@ from anechoic.data.decode import Undecodable, decode
 from anechoic.data.embedded import Scenes, open_digits, open_scenes
 from anechoic.data.files import open_folder, open_list, open_paths
 from anechoic.data.loader import Batch, Loader
-from anechoic.data.source import IMAGE_SUFFIXES, BadImage, Source, common_labels
+from anechoic.data.source import IMAGE_SUFFIXES, BadImage, Source, Subset, common_labels
 from anechoic.data.tables import Parquet, open_hub
 from anechoic.errors import UserError
 
@@ -28,6 +28,7 @@ __all__ = [
     "Loader",
     "Scenes",
     "Source",
+    "Subset",
     "Undecodable",
     "cache_dir",
     "common_labels",

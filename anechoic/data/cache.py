@@ -25,7 +25,7 @@ from filelock import FileLock
 from torch import Tensor
 from tqdm import tqdm
 
-from anechoic.data.source import BadImage, Source, digest, refuse_too_many
+from anechoic.data.source import BadImage, Source, Subset, digest, refuse_too_many
 from anechoic.errors import UserError
 
 FORMAT = 1
@@ -106,6 +106,8 @@ def stored(source: Source, *, min_side: int) -> Source:
     """
     if source.resident:
         return source
+    if isinstance(source, Subset):
+        return Subset(stored(source.source, min_side=min_side), source.indices)
     if expected_bytes(source, min_side=min_side) > LIMIT_BYTES:
         return source
     key = digest("pixels", FORMAT, source.fingerprint, source.channels, min_side)

@@ -90,6 +90,33 @@ class EncodedSource(Source):
             raise BadImage(self.name(index), error.strerror or str(error)) from error
 
 
+class Subset(Source):
+    """Some images of a source, numbered anew in the order of indices; unreadable ones are noted with the whole."""
+
+    def __init__(self, source: Source, indices: Sequence[int] | np.ndarray):
+        super().__init__()
+        self.source, self.indices = source, np.asarray(indices, dtype=np.int64)
+        self.fingerprint = digest("subset", source.fingerprint, self.indices)
+        self.labels = None if source.labels is None else source.labels[self.indices]
+        self.classes, self.channels, self.resident = source.classes, source.channels, source.resident
+        self.skipped = source.skipped
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def name(self, index: int) -> str:
+        return self.source.name(int(self.indices[index]))
+
+    def read(self, index: int, *, min_side: int | None = None) -> Tensor:
+        return self.source.read(int(self.indices[index]), min_side=min_side)
+
+    def read_many(self, indices: Sequence[int], *, min_side: int | None = None) -> list[Tensor | BadImage]:
+        return self.source.read_many(self.indices[list(indices)].tolist(), min_side=min_side)
+
+    def note_skipped(self, bad: Iterable[tuple[str, str]]) -> None:
+        self.source.note_skipped(bad)
+
+
 def refuse_too_many(bad: Sequence[tuple[str, str]], *, of: int) -> None:
     """UserError if more than a tenth of the images looked at are bad."""
     if 10 * len(bad) > of:
