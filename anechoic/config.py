@@ -175,7 +175,7 @@ class OptimConfig(Section):
 @dataclass(frozen=True)
 class WatchConfig(Section):
     every: Count | None = None
-    """samples between two looks at the held-out part (default: twenty looks)"""
+    """samples between two looks at the held-out part (default: twenty looks, at least ten updates apart)"""
     knn: Whole = 0
     """training samples that vote in a k-NN test of the held-out ones, if the data has labels; 0 makes none"""
     report: Count | None = None
@@ -187,7 +187,7 @@ class WatchConfig(Section):
 @dataclass(frozen=True)
 class SaveConfig(Section):
     every: Count | None = None
-    """samples between two checkpoints (default: twenty checkpoints)"""
+    """samples between two checkpoints (default: twenty checkpoints, at least ten updates apart)"""
     keep_last: Count = 2
     """how many of the newest checkpoints stay"""
     keep_every: Whole = 0
@@ -414,10 +414,10 @@ def resolve(config: Config, *, size: int, fingerprint: str, accelerators: int, c
         ),
         watch=replace(
             config.watch,
-            every=config.watch.every or max(optim.batch_size, samples // 20),
+            every=config.watch.every or max(10 * optim.batch_size, samples // 20),
             report=config.watch.report or max(optim.batch_size, samples // 200),
         ),
-        save=replace(config.save, every=config.save.every or max(optim.batch_size, samples // 20)),
+        save=replace(config.save, every=config.save.every or max(10 * optim.batch_size, samples // 20)),
         devices=devices,
         threads=config.threads or (1 if devices > 1 and not accelerators else cores),
         precision=config.precision or ("bfloat16" if accelerators else "float32"),

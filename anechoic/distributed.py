@@ -10,6 +10,7 @@ import os
 import threading
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -162,11 +163,18 @@ def total(place: Place, values: Tensor) -> Tensor:
 
 
 def parallel(place: Place, module: nn.Module) -> nn.Module:
-    """The module with gradients averaged over the processes."""
+    """The module with gradients averaged over the processes.
+
+    Looking for unused parameters keeps the gradients' buckets as they are; otherwise they would be arranged anew after the
+    first update, and a resumed run would sum in another order than the run it goes on with.
+    """
     if place.world_size == 1:
         return module
+    # Both are remarks on speed: that no parameter was unused, and that a token's gradient has its own strides.
+    warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified", category=UserWarning)
+    warnings.filterwarnings("ignore", message="Grad strides do not match bucket view", category=UserWarning)
     ids = None if place.device.type == "cpu" else [place.device.index]
-    return DistributedDataParallel(module, device_ids=ids, gradient_as_bucket_view=True)
+    return DistributedDataParallel(module, device_ids=ids, find_unused_parameters=True)
 
 
 def without_averaging(module: nn.Module, *, active: bool) -> AbstractContextManager:
