@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from anechoic.data.cache import cache_dir, write_atomically
-from anechoic.data.decode import Undecodable
+from anechoic.data.decoding import Undecodable
 from anechoic.data.source import EncodedSource, Names, classes_from_folders, digest, is_image_name, number_classes
 from anechoic.errors import UserError
 

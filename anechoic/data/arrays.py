@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anechoic.data.decode import luminance, sixteen_to_eight
+from anechoic.data.decoding import luminance, sixteen_to_eight
 from anechoic.data.source import Source, digest
 from anechoic.errors import UserError
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from anechoic.data.arrays import Array
-from anechoic.data.decode import luminance
+from anechoic.data.decoding import luminance
 from anechoic.data.source import BadImage, Source, digest
 from anechoic.draws import Draws
 from anechoic.errors import UserError

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from torch import Tensor
 
-from anechoic.data.decode import Undecodable, decode
+from anechoic.data.decoding import Undecodable, decode
 from anechoic.errors import UserError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff")

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from anechoic.data.decode import Undecodable
+from anechoic.data.decoding import Undecodable
 from anechoic.data.source import EncodedSource, digest, number_classes
 from anechoic.errors import UserError
 
