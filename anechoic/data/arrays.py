@@ -119,14 +119,14 @@ def open_array(path: Path, *, labels: bool, channels: int) -> Array:
         file.seek(max(0, stat.st_size - FINGERPRINT_BYTES))
         fingerprint = digest("array file", stat.st_size, stat.st_mtime_ns, head, file.read())
     try:
-        loaded = np.load(path, mmap_mode="r" if path.suffix == ".npy" else None, allow_pickle=False)
         if path.suffix == ".npy":
             if labels:
                 raise UserError(f"{str(path)!r} has no labels; save a .npz with the arrays 'images' and 'labels'.")
-            array = Array(loaded, channels=channels, fingerprint=fingerprint, where=str(path))
+            mapped = np.load(path, mmap_mode="r", allow_pickle=False)
+            array = Array(mapped, channels=channels, fingerprint=fingerprint, where=str(path))
             array.path = path
             return array
-        with loaded:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as loaded:
             arrays = {name: loaded[name] for name in loaded.files}
     except UserError:
         raise

@@ -6,6 +6,7 @@ one copy through the page cache, and of two that start together one builds while
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -46,17 +48,22 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anechoic"
 
 
-def write_atomically(path: Path, data: bytes, *, required: bool = True) -> None:
-    """Write beside the path, then rename: a reader sees the old file or the new one. A failure matters if required."""
-    try:
+def remember(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Keep arrays in the cache if it can be written to; written aside, then renamed, so no reader sees half a file."""
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.replace(name, path)
-    except OSError:
-        if required:
-            raise
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.stem, suffix=".part", delete=False) as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+        os.replace(file.name, path)
+
+
+def recall(path: Path) -> dict[str, np.ndarray] | None:
+    """What `remember` kept, or None if there is nothing or it is damaged."""
+    try:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except (OSError, ValueError, EOFError, BadZipFile, zlib.error):
+        return None
 
 
 class Stored(Source):
@@ -67,8 +74,10 @@ class Stored(Source):
     def __init__(self, source: Source, folder: Path, *, verify: bool = True):
         super().__init__()
         index = json.loads((folder / "index.json").read_text())
-        with np.load(folder / "places.npz", allow_pickle=False) as places:
-            self._starts, self._shapes = places["starts"], places["shapes"]
+        places = recall(folder / "places.npz")
+        if places is None:
+            raise ValueError("the index of cached pixels is damaged")
+        self._starts, self._shapes = places["starts"], places["shapes"]
         size = (folder / "pixels.bin").stat().st_size
         if size != int(self._starts[-1]) or index["format"] != FORMAT:
             raise ValueError("cached pixels are incomplete")

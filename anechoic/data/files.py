@@ -5,14 +5,13 @@ Archives and tables are elsewhere; this file opens no image, it only finds them.
 
 from __future__ import annotations
 
-import io
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from anechoic.data.cache import cache_dir, write_atomically
+from anechoic.data.cache import cache_dir, recall, remember
 from anechoic.data.source import EncodedSource, Names, classes_from_folders, digest, is_image_name, number_classes
 from anechoic.errors import UserError
 
@@ -32,8 +31,8 @@ class Listing:
     folders: Names
     folder_times: np.ndarray
 
-    def save(self, path: Path) -> None:
-        arrays = {
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        return {
             "names": np.frombuffer(self.names.blob, np.uint8),
             "ends": self.names.ends,
             "sizes": self.sizes,
@@ -42,20 +41,16 @@ class Listing:
             "folder_ends": self.folders.ends,
             "folder_times": self.folder_times,
         }
-        buffer = io.BytesIO()
-        np.savez(buffer, **arrays)  # type: ignore[arg-type]
-        write_atomically(path, buffer.getvalue(), required=False)
 
     @classmethod
-    def load(cls, path: Path) -> Listing:
-        with np.load(path, allow_pickle=False) as arrays:
-            return cls(
-                Names(arrays["names"].tobytes(), arrays["ends"]),
-                arrays["sizes"],
-                arrays["times"],
-                Names(arrays["folders"].tobytes(), arrays["folder_ends"]),
-                arrays["folder_times"],
-            )
+    def from_arrays(cls, arrays: dict[str, np.ndarray]) -> Listing:
+        return cls(
+            Names(arrays["names"].tobytes(), arrays["ends"]),
+            arrays["sizes"],
+            arrays["times"],
+            Names(arrays["folders"].tobytes(), arrays["folder_ends"]),
+            arrays["folder_times"],
+        )
 
     def still_true(self, root: Path) -> bool:
         """No folder was changed, and no file looked at was written over."""
@@ -110,16 +105,13 @@ def scan(root: Path) -> Listing:
 def remembered_scan(root: Path) -> Listing:
     """`scan`, or its result of an earlier time if it still holds."""
     memory = cache_dir() / "listings" / f"{digest(os.fsencode(root.resolve()))}.npz"
-    if memory.is_file():
-        try:
-            listing = Listing.load(memory)
-        except (OSError, ValueError, KeyError, EOFError):
-            listing = None  # a damaged listing is scanned anew and replaced below
-        if listing is not None and listing.still_true(root):
+    if (arrays := recall(memory)) is not None:
+        listing = Listing.from_arrays(arrays)
+        if listing.still_true(root):
             return listing
     listing = scan(root)
     if len(listing.names) >= REMEMBER_FROM:
-        listing.save(memory)
+        remember(memory, listing.to_arrays())
     return listing
 
 
