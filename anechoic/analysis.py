@@ -35,10 +35,9 @@ def effective_rank(features: np.ndarray | Tensor, *, centre: Centre = "columns")
     """
     if centre not in ("columns", "rows"):
         raise UserError(f"centre must be 'columns' or 'rows', not {centre!r}.")
+    features = as_tensor(features)
     z = as_matrix(features)
-    resolution = (
-        torch.finfo(torch.as_tensor(features).dtype).eps if torch.as_tensor(features).is_floating_point() else 0.0
-    )
+    resolution = torch.finfo(features.dtype).eps if features.is_floating_point() else 0.0
     centred = z - z.mean(dim=0 if centre == "columns" else 1, keepdim=True)
     # Deviations below the resolution of the given numbers are rounding, not information.
     largest = z.abs().max().item()
@@ -55,9 +54,16 @@ def gram(z: Tensor) -> Tensor:
     return z @ z.T if len(z) <= z.shape[1] else z.T @ z
 
 
+def as_tensor(array: np.ndarray | Tensor) -> Tensor:
+    """A tensor that shares the array's memory where it may be written; a read-only file of features is copied."""
+    if isinstance(array, np.ndarray) and not array.flags.writeable:
+        array = np.array(array)
+    return torch.as_tensor(array)
+
+
 def as_matrix(features: np.ndarray | Tensor) -> Tensor:
     """(n, d) in float64 on the features' device; empty, misshapen or non-finite features are refused."""
-    z = torch.as_tensor(features)
+    z = as_tensor(features)
     if z.ndim != 2 or z.numel() == 0:
         raise UserError(f"Features must be a non-empty matrix (samples, channels); got the shape {tuple(z.shape)}.")
     z = z.double()

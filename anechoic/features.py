@@ -2,7 +2,8 @@
 
 The only place with forward hooks. It does not decode images, judge features or know families: a model is anything with
 `blocks` in execution order and `num_prefix_tokens`. Layers are counted like hidden states: layer 0 is the input of the
-first block (the embedding), layer k the output of the k-th block, -1 the last.
+first block (the embedding), layer k the output of the k-th block; if the model ends with a norm, the tokens behind it
+are one more layer; -1 is the last.
 """
 
 from __future__ import annotations
@@ -104,15 +105,40 @@ def poolings_of(model: nn.Module) -> tuple[Pooling, ...]:
     return POOLINGS if prefix_tokens(model) else ("mean",)
 
 
-def choose_layers(model: nn.Module, layers: Sequence[int] | Literal["all"]) -> list[int]:
-    """Layer numbers 0 .. depth; negative ones count from the end."""
-    count = len(blocks_of(model)) + 1
+def choose_layers(layers: Sequence[int] | Literal["all"], *, count: int) -> list[int]:
+    """Layer numbers 0 .. count - 1; negative ones count from the end."""
     if layers == "all":
         return list(range(count))
     wrong = [layer for layer in layers if not -count <= layer < count]
     if wrong:
-        raise UserError(f"There is no layer {wrong[0]}: this model has 0 (embedding) to {count - 1} (last block).")
+        raise UserError(f"There is no layer {wrong[0]}: this model has 0 (its embedding) to {count - 1} (its output).")
     return [layer % count for layer in layers]
+
+
+def with_output(stream: list[Tensor], output: object) -> list[Tensor]:
+    """The stream, and what the model hands out if that is the last layer's tokens behind a norm."""
+    last = stream[-1]
+    normed = isinstance(output, Tensor) and output.shape == last.shape and not torch.equal(output, last)
+    return [*stream, output.detach()] if normed else stream  # type: ignore[attr-defined]
+
+
+@torch.inference_mode()
+def layer_widths(model: nn.Module, images: Tensor, *, forward: Callable[[Tensor], object] | None = None) -> list[int]:
+    """The number of channels of every layer, found by running the model on these images."""
+    with evaluating(model), capture(model) as stream:
+        output = (forward or trunk(model))(images)
+    return [x.shape[1] if x.ndim == 4 else x.shape[-1] for x in with_output(stream, output)]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode while open; afterwards the mode the model was in."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 @torch.inference_mode()
@@ -128,24 +154,16 @@ def extract_batches(
 
     `forward` replaces the plain call of the trunk, for networks that want more than images (a time, a label).
     """
-    network = trunk(model)
-    run = forward or network
-    chosen = choose_layers(model, layers)
-    was_training = model.training
-    model.eval()
-    try:
-        with capture(model) as stream:
-            for images in batches:
-                run(images)
-                yield {
-                    (layer, pooling): pool(
-                        stream[layer].float(), pooling=pooling, num_prefix_tokens=prefix_tokens(model)
-                    )
-                    for layer in chosen
-                    for pooling in poolings
-                }
-    finally:
-        model.train(was_training)
+    run, prefix = forward or trunk(model), prefix_tokens(model)
+    with evaluating(model), capture(model) as stream:
+        for images in batches:
+            output = run(images)
+            tokens = with_output(stream, output)
+            yield {
+                (layer, pooling): pool(tokens[layer].float(), pooling=pooling, num_prefix_tokens=prefix)
+                for layer in choose_layers(layers, count=len(tokens))
+                for pooling in poolings
+            }
 
 
 def extract(
@@ -177,14 +195,8 @@ def block_statistics(
     Keys: entropy_columns, rank_columns, entropy_rows, rank_rows, token_norm (per layer); branch_ratio (per Shortcut,
     the mean norm of the branch over that of the faded shortcut).
     """
-    network = trunk(model)
-    was_training = model.training
-    model.eval()
-    try:
-        with capture(model) as stream, capture_branches(model) as norms:
-            (forward or network)(images)
-    finally:
-        model.train(was_training)
+    with evaluating(model), capture(model) as stream, capture_branches(model) as norms:
+        (forward or trunk(model))(images)
     found: dict[str, list[float]] = {"entropy_columns": [], "rank_columns": [], "entropy_rows": [], "rank_rows": []}
     for tokens in stream:
         pooled = pool(tokens.float(), pooling=pooling, num_prefix_tokens=prefix_tokens(model))

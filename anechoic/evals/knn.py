@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from anechoic.analysis import as_tensor
 from anechoic.errors import UserError
 
 KS = (10, 20, 100, 200)
@@ -52,7 +53,7 @@ def padded(columns: int) -> int:
 
 
 def unit_rows(features: np.ndarray | Tensor, *, name: str) -> Tensor:
-    x = torch.as_tensor(features)
+    x = as_tensor(features)
     if x.ndim != 2 or len(x) == 0:
         raise UserError(f"The {name} features must be a non-empty matrix (samples, channels), not {tuple(x.shape)}.")
     x = x.float()
@@ -130,7 +131,7 @@ def vote(
     """Votes (Q, num_classes): each of the first k neighbours adds exp(similarity / temperature) to its class."""
     if temperature <= 0:
         raise UserError(f"The temperature of the vote must be positive, not {temperature}.")
-    labels = torch.as_tensor(labels, device=neighbours.indices.device)
+    labels = as_tensor(labels).to(neighbours.indices.device)
     weights = (neighbours.similarities[:, :k].double() / temperature).exp()
     votes = weights.new_zeros(len(weights), num_classes)
     return votes.scatter_add_(1, labels[neighbours.indices[:, :k]], weights)
@@ -146,7 +147,7 @@ def knn_accuracy(
     temperature: float = TEMPERATURE,
 ) -> dict[int, float]:
     """Top-1 accuracy in 0 .. 1 for every k; features (n, D), labels (n,) from 0."""
-    train_labels, test_labels = torch.as_tensor(train_labels), torch.as_tensor(test_labels)
+    train_labels, test_labels = as_tensor(train_labels), as_tensor(test_labels)
     num_classes = int(max(train_labels.max(), test_labels.max())) + 1
     if len(train_labels.unique()) < 2:
         raise UserError("All train samples carry the same label, so there is nothing to vote about; give two classes.")

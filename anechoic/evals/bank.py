@@ -1,0 +1,153 @@
+"""A bank of features on disk: what an encoder makes of a source, computed once in one pass and kept by content.
+
+The key is the encoder's weights and preparation and the source's images, so a stale entry cannot be met. It knows
+neither labels nor judges. Features are written as they come; memory does not grow with the number of images.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from anechoic.data import Augment, Loader, Source, cache_dir, normalise
+from anechoic.errors import UserError
+from anechoic.evals.encoders import Encoder
+from anechoic.features import Key, Pooling, choose_layers, extract_batches
+
+BATCH = 256
+
+
+@dataclass(frozen=True)
+class Features:
+    """sets: (layer, pooling) -> float32 (n, D), read from disk as used; ids (n,): which images of the source."""
+
+    sets: dict[Key, np.ndarray]
+    ids: np.ndarray
+
+    def rows(self, which: np.ndarray) -> Features:
+        """Only these rows, in memory."""
+        return Features({key: value[which] for key, value in self.sets.items()}, self.ids[which])
+
+
+def pick_device(device: str) -> torch.device:
+    """ "auto": an accelerator if there is one."""
+    if device != "auto":
+        return torch.device(device)
+    return (
+        torch.accelerator.current_accelerator() or torch.device("cpu")
+        if torch.accelerator.is_available()
+        else torch.device("cpu")
+    )
+
+
+def features_of(
+    encoder: Encoder,
+    source: Source,
+    *,
+    layers: Sequence[int] | Literal["all"] = (-1,),
+    poolings: Sequence[Pooling] | None = None,
+    device: str = "auto",
+    workers: int = 0,
+) -> Features:
+    """Deterministic, unmasked features of every readable image, in the source's order. Centre crop, no augmentation."""
+    chosen = choose_layers(layers, count=len(encoder.widths))
+    wanted: list[Key] = [(layer, pooling) for layer in chosen for pooling in usable_poolings(encoder, poolings)]
+    folder = cache_dir() / "features" / f"{encoder.fingerprint}-{source.fingerprint}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        missing = [key for key in wanted if not (folder / file_name(key)).exists()]
+        if missing:
+            compute(encoder, source, missing, folder, device=device, workers=workers)
+    except PermissionError as error:
+        warnings.warn(f"Features cannot be kept in {folder} ({error.strerror}); they are computed anew.", stacklevel=2)
+        folder = Path(tempfile.mkdtemp(prefix="anechoic-features-"))
+        compute(encoder, source, wanted, folder, device=device, workers=workers)
+        return read(folder, wanted, mapped=False)
+    return read(folder, wanted, mapped=True)
+
+
+def usable_poolings(encoder: Encoder, poolings: Sequence[Pooling] | None) -> Sequence[Pooling]:
+    if poolings is None:
+        return encoder.poolings
+    if "class" in poolings and "class" not in encoder.poolings:
+        raise UserError(f"{encoder.name} has no class token; use --pooling mean.")
+    return poolings
+
+
+def file_name(key: Key) -> str:
+    return f"{key[0]:03d}-{key[1]}.npy"
+
+
+def read(folder: Path, wanted: Sequence[Key], *, mapped: bool) -> Features:
+    sets = {key: np.load(folder / file_name(key), mmap_mode="r" if mapped else None) for key in wanted}
+    ids = np.load(folder / "ids.npy")
+    if not mapped:
+        shutil.rmtree(folder)
+    return Features(sets, ids)
+
+
+def compute(
+    encoder: Encoder, source: Source, wanted: Sequence[Key], folder: Path, *, device: str, workers: int
+) -> None:
+    """One pass over the source; files take their names only when they are complete."""
+    layers = sorted({layer for layer, _ in wanted})
+    poolings = list(dict.fromkeys(pooling for _, pooling in wanted))
+    temporary = Path(tempfile.mkdtemp(dir=folder, prefix=".new-"))
+    try:
+        tables = {
+            key: np.lib.format.open_memmap(
+                temporary / file_name(key), mode="w+", dtype=np.float32, shape=(len(source), encoder.widths[key[0]])
+            )
+            for key in wanted
+        }
+        ids: list[np.ndarray] = []
+        stream = batches(encoder, source, device=device, workers=workers, ids=ids)
+        done = 0
+        for found in extract_batches(encoder.model, stream, layers=layers, poolings=poolings):
+            for key, table in tables.items():
+                table[done : done + len(found[key])] = found[key].numpy(force=True)
+            done += len(ids[-1])
+        if done == 0:
+            raise UserError("None of the images could be read, so there are no features; check the data.")
+        np.save(temporary / "ids.npy", np.concatenate(ids))
+        for key, table in tables.items():
+            table.flush()
+            if done < len(source):  # unreadable images were left out
+                np.save(temporary / file_name(key), np.array(table[:done]))
+        for path in temporary.iterdir():
+            os.replace(path, folder / path.name)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def batches(
+    encoder: Encoder, source: Source, *, device: str, workers: int = 0, ids: list[np.ndarray] | None = None
+) -> Iterator[Tensor]:
+    """Normalised images on the device, with the model there too; the ids of each batch are appended to `ids`."""
+    where = pick_device(device)
+    encoder.model.to(where)
+    loader = Loader(
+        source, image_size=encoder.image_size, batch_size=BATCH, augment=Augment(kind="centre"), workers=workers
+    )
+    bar = tqdm(loader, total=loader.num_batches, desc=encoder.name, leave=False, disable=not sys.stderr.isatty())
+    for batch in bar:
+        if batch.images.shape[1] != encoder.channels:
+            raise UserError(
+                f"{encoder.name} takes images of {encoder.channels} channels and the data has {batch.images.shape[1]}; "
+                "convert the images or train a model for them."
+            )
+        if ids is not None:
+            ids.append(batch.ids.numpy())
+        yield normalise(batch.images.to(where), encoder.mean, encoder.std)

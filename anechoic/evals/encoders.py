@@ -1,0 +1,291 @@
+"""Encoders to judge: a run of ours, a timm or transformers model, and the baselines that show what "poor" means.
+
+Each becomes an Encoder: a module with `blocks` and `num_prefix_tokens`, and how its images are prepared. Nothing is
+trained here. One small adapter per foreign family; adapters know classes, not names of modules.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anechoic.errors import UserError
+from anechoic.features import layer_widths, poolings_of
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+# Raw pixels are compared at this side at most; more would only repeat themselves.
+PIXEL_SIDE = 32
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """name: for tables. untrained: makes the same network with fresh weights, where there is such a thing."""
+
+    name: str
+    model: nn.Module
+    image_size: int
+    channels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    untrained: Callable[[], nn.Module] | None = field(default=None, repr=False)
+
+    @cached_property
+    def widths(self) -> list[int]:
+        """Channels of every layer."""
+        return layer_widths(self.model, torch.zeros(1, self.channels, self.image_size, self.image_size))
+
+    @property
+    def poolings(self) -> tuple:
+        return poolings_of(self.model)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex; changes with the architecture, the weights or the preparation of images."""
+        state = hashlib.blake2b(digest_size=16)
+        state.update(repr((self.model, self.image_size, self.channels, self.mean, self.std)).encode())
+        for name, value in self.model.state_dict().items():
+            state.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+            state.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        return state.hexdigest()
+
+
+def open_encoder(spec: str | Path, *, image_size: int | None = None) -> Encoder:
+    """A run, model or checkpoint directory; timm:NAME, timm:NAME:random; hf:FOLDER."""
+    family, _, rest = str(spec).partition(":")
+    if family == "timm" and rest:
+        encoder = timm_encoder(rest)
+    elif family == "hf" and rest:
+        encoder = transformers_encoder(rest)
+    else:
+        encoder = run_encoder(spec)
+    return encoder if image_size is None else replace(encoder, image_size=image_size)
+
+
+def run_encoder(path: str | Path) -> Encoder:
+    from anechoic.checkpoint import load
+    from anechoic.models import build, family_of
+
+    model = load(path)
+    if family_of(model.config) in ("uvit", "sit"):
+        raise UserError(f"{path} is a diffusion model, whose features depend on the noise: use anechoic probe --noise.")
+    prepare = model.preprocess
+    return Encoder(
+        name=Path(path).name or str(path),
+        model=model,
+        image_size=int(prepare["image_size"]),
+        channels=int(prepare["channels"]),
+        mean=tuple(prepare["mean"]),
+        std=tuple(prepare["std"]),
+        untrained=lambda: build(model.config).eval(),
+    )
+
+
+# ---- other people's models
+
+
+class TimmTransformer(nn.Module):
+    """A timm vision transformer, read without its head."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.num_prefix_tokens: int = model.num_prefix_tokens
+
+    @property
+    def blocks(self) -> nn.Module:
+        return self.model.blocks
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model.forward_features(images)
+
+
+class TimmStages(nn.Module):
+    """A timm network of maps (B, C, H, W), read after each of its stages."""
+
+    num_prefix_tokens = 0
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.stages: list[str] = [info["module"] for info in model.feature_info]
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return [self.model.get_submodule(name) for name in self.stages]
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model.forward_features(images)
+
+
+def timm_encoder(name: str) -> Encoder:
+    try:
+        import timm
+        from timm.models.vision_transformer import VisionTransformer
+    except ImportError as error:
+        raise UserError('timm models need an extra package: pip install "anechoic[families]".') from error
+    name, _, weights = name.partition(":")
+    if not timm.is_model(name):
+        near = timm.list_models(f"*{name.split('_')[0]}*")[:3]
+        raise UserError(f"timm has no model {name!r}; it has {', '.join(near) or 'others, see timm.list_models()'}.")
+
+    def create(pretrained: bool) -> Any:
+        model = timm.create_model(name, pretrained=pretrained, num_classes=0).eval()
+        return TimmTransformer(model) if isinstance(model, VisionTransformer) else TimmStages(model)
+
+    if weights not in ("", "random"):
+        raise UserError(f"After timm:{name} only :random may follow, not {weights!r}.")
+    try:
+        model: Any = seeded(lambda: create(weights != "random"))
+    except (OSError, RuntimeError) as error:
+        raise UserError(
+            f"The weights of timm:{name} cannot be had here ({error}); timm:{name}:random needs none."
+        ) from error
+    config = model.model.pretrained_cfg
+    if isinstance(model, TimmStages):
+        check_maps(model, name, config["input_size"])
+    channels, size, _ = config["input_size"]
+    return Encoder(
+        f"timm:{name}",
+        model,
+        size,
+        channels,
+        tuple(config["mean"]),
+        tuple(config["std"]),
+        lambda: create(False),
+    )
+
+
+@torch.inference_mode()
+def check_maps(model: TimmStages, name: str, input_size: tuple[int, int, int]) -> None:
+    channels_first = getattr(model.model, "output_fmt", "NCHW") == "NCHW"
+    if not channels_first or model(torch.zeros(1, *input_size)).ndim != 4:
+        raise UserError(f"timm:{name} is neither a plain vision transformer nor a network of (B, C, H, W) maps.")
+
+
+class TransformersEncoder(nn.Module):
+    """A transformers vision model, read without its head and without masking."""
+
+    def __init__(self, model: Any, num_prefix_tokens: int, block_path: str) -> None:
+        super().__init__()
+        self.model = model
+        self.num_prefix_tokens = num_prefix_tokens
+        self.block_path = block_path
+
+    @property
+    def blocks(self) -> nn.Module:
+        return self.model.get_submodule(self.block_path)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return call_transformers(self.model, images).last_hidden_state
+
+
+def call_transformers(model: Any, images: Tensor) -> Any:
+    from transformers import ViTMAEModel
+
+    if not isinstance(model, ViTMAEModel):
+        return model(pixel_values=images)
+    # This class shuffles patches by noise even when it drops none: ascending noise leaves them in place.
+    side: Any = model.config.patch_size
+    patches = (images.shape[2] // side) * (images.shape[3] // side)
+    return model(pixel_values=images, noise=torch.arange(patches, device=images.device).expand(len(images), -1))
+
+
+def transformers_encoder(folder: str) -> Encoder:
+    try:
+        from transformers import AutoConfig, AutoModel
+    except ImportError as error:
+        raise UserError('transformers models need an extra package: pip install "anechoic[families]".') from error
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        if config.model_type == "vit_mae":
+            config.mask_ratio = 0.0
+        model = AutoModel.from_pretrained(folder, config=config).eval()
+    except (OSError, ValueError) as error:
+        raise UserError(f"hf:{folder} cannot be loaded: {str(error).splitlines()[0]}") from error
+    size, patch, channels = (getattr(config, name, None) for name in ("image_size", "patch_size", "num_channels"))
+    lists = {name: part for name, part in model.named_modules() if isinstance(part, nn.ModuleList)}
+    paths = [name for name, part in lists.items() if len(part) == getattr(config, "num_hidden_layers", None)]
+    if not isinstance(size, int) or not isinstance(patch, int) or not channels or not paths:
+        raise UserError(f"hf:{folder} holds a {type(model).__name__}, which is no plain vision transformer.")
+    with torch.inference_mode():
+        tokens = call_transformers(model, torch.zeros(1, channels, size, size)).last_hidden_state
+    prefix = tokens.shape[1] - (size // patch) ** 2
+    mean, std = transformers_statistics(folder, channels)
+
+    def fresh() -> nn.Module:
+        return TransformersEncoder(AutoModel.from_config(config).eval(), prefix, paths[0])
+
+    return Encoder(
+        f"hf:{Path(folder).name}", TransformersEncoder(model, prefix, paths[0]), size, channels, mean, std, fresh
+    )
+
+
+def transformers_statistics(folder: str, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation that come with the model, or ImageNet's."""
+    path = Path(folder) / "preprocessor_config.json"
+    if not path.exists():
+        return (IMAGENET_MEAN, IMAGENET_STD) if channels == 3 else ((0.5,) * channels, (0.5,) * channels)
+    import json
+
+    found = json.loads(path.read_text())
+    return tuple(found["image_mean"]), tuple(found["image_std"])
+
+
+# ---- baselines
+
+
+class RawPixels(nn.Module):
+    """The image itself as one token (B, 1, C * s * s), averaged down to s = 32 at most."""
+
+    num_prefix_tokens = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Identity()])
+
+    def forward(self, images: Tensor) -> Tensor:
+        if min(images.shape[2:]) > PIXEL_SIDE:
+            images = F.adaptive_avg_pool2d(images, PIXEL_SIDE)
+        return self.blocks[0](images.flatten(1)[:, None])
+
+
+class ConstantEncoder(nn.Module):
+    """The same token for every image: what a collapsed encoder looks like to each measure."""
+
+    num_prefix_tokens = 0
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.blocks = nn.ModuleList([nn.Identity()])
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.blocks[0](images.new_ones(len(images), 1, self.dim))
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}"
+
+
+def baselines(encoder: Encoder, *, seed: int = 0) -> list[Encoder]:
+    """The same network untrained, the raw pixels, and a constant."""
+    found = []
+    if encoder.untrained is not None:
+        found.append(replace(encoder, name="untrained", model=seeded(encoder.untrained, seed=seed), untrained=None))
+    found.append(replace(encoder, name="raw pixels", model=RawPixels(), untrained=None))
+    found.append(replace(encoder, name="constant", model=ConstantEncoder(encoder.widths[-1]), untrained=None))
+    return found
+
+
+def seeded(make: Callable[[], nn.Module], *, seed: int = 0) -> nn.Module:
+    """Fresh weights that are the same every time, leaving the global generator as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make()

@@ -1,0 +1,179 @@
+"""Converged multinomial logistic regression on cached features, for many regularisers at once.
+
+One pass over the samples gives the loss and gradient of every head as two matrix products; each head has its own
+L-BFGS. It neither extracts features nor chooses a regulariser (see probe.py).
+Legend: n samples, D channels, C classes, R heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anechoic.analysis import as_matrix, as_tensor
+from anechoic.errors import UserError
+
+MEMORY = 10
+# Logits of one chunk of samples, for all heads together: 4 M numbers.
+CHUNK_LOGITS = 2**22
+# An iteration that is expected to lower the loss by less is not worth making.
+TOLERANCE = 5e-7
+
+
+@dataclass(frozen=True)
+class LogisticFit:
+    """weight (R, C, D), bias (R, C), loss (R,): mean cross-entropy plus regulariser; iterations (R,)."""
+
+    weight: Tensor
+    bias: Tensor
+    loss: Tensor
+    iterations: Tensor
+
+    def predict(self, features: np.ndarray | Tensor) -> Tensor:
+        """(n, D) -> the most likely class under each head, (R, n)."""
+        x = as_tensor(features).to(self.weight.device).float()
+        return torch.stack([(x @ w.T + b).argmax(dim=1) for w, b in zip(self.weight, self.bias, strict=True)])
+
+
+def fit_logistic(
+    features: np.ndarray | Tensor,
+    labels: np.ndarray | Tensor,
+    *,
+    regularisers: Sequence[float],
+    num_classes: int | None = None,
+    max_iterations: int = 1000,
+    tolerance: float = TOLERANCE,
+) -> LogisticFit:
+    """Minimises mean_i CE(W x_i + b, y_i) + r / 2 ||W||^2 over W and b, for each r > 0 (scikit-learn's C is 1 / (n r)).
+
+    Solved in the basis of the features' principal components, where the curvature is nearly diagonal: about
+    p (1 - p) e_j + r for a component of variance e_j. That diagonal is where each L-BFGS direction starts from.
+    """
+    if not regularisers or min(regularisers) <= 0:
+        raise UserError("Regularisers must be positive: without one, separable features have no converged solution.")
+    x, y = as_matrix(features), as_tensor(labels).long()
+    if len(x) != len(y):
+        raise UserError(f"There are {len(x)} feature vectors but {len(y)} labels; both must come from the same data.")
+    if len(y.unique()) < 2:
+        raise UserError(
+            "All train samples carry the same label, so there is nothing to learn; give at least two classes."
+        )
+    y = y.to(x.device)
+    mean = x.mean(dim=0)
+    variances, basis = torch.linalg.eigh((x - mean).T @ (x - mean) / len(x))
+    # The constant column, of variance 1, carries the bias; components are centred, so it is orthogonal to them.
+    z = torch.cat([(x - mean) @ basis, torch.ones_like(x[:, :1])], dim=1).float()
+    variances = torch.cat([variances.clamp(min=0), variances.new_ones(1)]).float()
+    problem = Problem(z, y, num_classes or int(y.max()) + 1, variances, torch.tensor(regularisers, device=x.device))
+    p, loss, iterations = minimise(problem, max_iterations=max_iterations, tolerance=tolerance)
+    weight = torch.einsum("dj,rjc->rcd", basis, p[:, :-1].double())
+    bias = p[:, -1].double() - weight @ mean
+    return LogisticFit(weight.float(), bias.float(), loss, iterations)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """R heads on the same samples. z (n, D + 1) with a constant last column; a head's parameters are (D + 1, C)."""
+
+    z: Tensor
+    labels: Tensor
+    num_classes: int
+    variances: Tensor
+    regularisers: Tensor
+
+    def evaluate(self, p: Tensor, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss (R,) in float64, gradient like p (R, D + 1, C), and the mean of p (1 - p) of each class (R, C)."""
+        R, D, C = p.shape
+        penalty = self.regularisers[heads][:, None, None].float() * p
+        penalty[:, -1] = 0
+        loss = (penalty.double() * p).sum(dim=(1, 2)) / 2
+        gradient, curvature = p.new_zeros(D, R * C), p.new_zeros(R, C)
+        table = p.permute(1, 0, 2).reshape(D, R * C)
+        n = len(self.z)
+        chunk = max(1, CHUNK_LOGITS // (R * C))
+        for z, labels in zip(self.z.split(chunk), self.labels.split(chunk), strict=True):
+            logits = (z @ table).view(-1, R, C)
+            own = labels[:, None, None].expand(-1, R, 1)
+            log_sums = logits.logsumexp(dim=2, keepdim=True)
+            loss += (log_sums - logits.gather(2, own)).double().sum(dim=(0, 2)) / n
+            probabilities = logits.sub_(log_sums).exp_()
+            curvature += (probabilities.sum(dim=0) - probabilities.square().sum(dim=0)) / n
+            residual = probabilities.scatter_add_(2, own, torch.full_like(own, -1.0, dtype=p.dtype))
+            gradient.addmm_(z.T, residual.flatten(1), alpha=1 / n)
+        return loss, gradient.view(D, R, C).permute(1, 0, 2) + penalty, curvature
+
+    def preconditioner(self, curvature: Tensor, heads: Tensor) -> Tensor:
+        """1 / (p (1 - p) e_j + r), like the parameters: the inverse of the curvature's diagonal."""
+        regularisers = self.regularisers[heads][:, None].float().repeat(1, len(self.variances))
+        regularisers[:, -1] = 0
+        # Where p has become 0 or 1 the loss is flat: without the floor the first step would be huge.
+        return 1 / (self.variances[:, None] * curvature[:, None].clamp(min=1e-6) + regularisers[:, :, None])
+
+
+def minimise(problem: Problem, *, max_iterations: int, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
+    """L-BFGS of every head side by side; a head leaves when its next step promises less than the tolerance."""
+    R, D = len(problem.regularisers), problem.z.shape[1]
+    heads = torch.arange(R, device=problem.z.device)
+    p = problem.z.new_zeros(R, D, problem.num_classes)
+    result, losses, iterations = p.clone(), p.new_zeros(R, dtype=torch.float64), heads.new_zeros(R)
+    loss, gradient, curvature = problem.evaluate(p, heads)
+    history: list[tuple[Tensor, Tensor]] = []
+    for iteration in range(max_iterations + 1):
+        start = problem.preconditioner(curvature, heads)
+        direction = -quasi_newton(gradient, history, start)
+        slope = dot(gradient, direction)
+        going = (-slope / 2 > tolerance * loss.clamp(min=1)) & (iteration < max_iterations)
+        result[heads], losses[heads], iterations[heads] = p, loss, iteration
+        if not going.all():
+            heads, p, direction, slope, loss = heads[going], p[going], direction[going], slope[going], loss[going]
+            gradient, curvature = gradient[going], curvature[going]
+            history = [(s[going], y[going]) for s, y in history]
+        if not len(heads):
+            break
+        step, new = line_search(problem, p, direction, slope, loss, heads)
+        history = [*history, (step, new[1] - gradient)][-MEMORY:]
+        p = p + step
+        loss, gradient, curvature = new
+    return result, losses, iterations
+
+
+def line_search(
+    problem: Problem, p: Tensor, direction: Tensor, slope: Tensor, loss: Tensor, heads: Tensor
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Steps that lower the loss enough (Armijo), halved per head until they do; rounding may end it with no step."""
+    t = torch.ones_like(slope)
+    new_loss, new_gradient, new_curvature = problem.evaluate(p + direction, heads)
+    for _ in range(30):
+        bad = (new_loss > loss + 1e-4 * t * slope + 1e-9 * loss.abs()).nonzero()[:, 0]
+        if not len(bad):
+            break
+        t[bad] /= 2
+        trial = problem.evaluate(p[bad] + t[bad, None, None].float() * direction[bad], heads[bad])
+        new_loss[bad], new_gradient[bad], new_curvature[bad] = trial
+    return t[:, None, None].float() * direction, (new_loss, new_gradient, new_curvature)
+
+
+def quasi_newton(gradient: Tensor, history: list[tuple[Tensor, Tensor]], start: Tensor) -> Tensor:
+    """The two-loop recursion: Hessian^-1 gradient, estimated from past steps s, changes y and a diagonal start."""
+    q, coefficients = gradient.clone(), []
+    for s, y in reversed(history):
+        rho = 1 / dot(s, y).clamp(min=1e-30)
+        a = rho * dot(s, q)
+        q -= a[:, None, None].float() * y
+        coefficients.append((rho, a))
+    q = q * start
+    if history:
+        s, y = history[-1]
+        q *= (dot(s, y) / dot(y, start * y).clamp(min=1e-30))[:, None, None].float()
+    for (s, y), (rho, a) in zip(history, reversed(coefficients), strict=True):
+        b = rho * dot(y, q)
+        q += (a - b)[:, None, None].float() * s
+    return q
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum(dim=(1, 2), dtype=torch.float64)
