@@ -19,12 +19,15 @@ _HOME = {
     "decay": "surgery",
     "fold": "surgery",
     "build_model": "models",
+    "load": "checkpoint",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(f"anechoic.{_HOME[name]}"), name)
+    if name in ("models", "recipes"):  # packages; the verbs of that name only list them
+        return import_module(f"anechoic.{name}")
     from anechoic.api import VERBS, verb
 
     typed = name.replace("_", "-")

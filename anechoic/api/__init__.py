@@ -1,4 +1,4 @@
-"""The verbs. Each is one typed function that returns an Outcome; `anechoic.VERB` and the command line are both made of it.
+"""The verbs. Each is one typed function that returns an Outcome; `anechoic.VERB` and the command line are made of it.
 
 The modules here import nothing heavy at the top, so that `anechoic --help` never loads torch.
 """
@@ -11,6 +11,9 @@ from importlib import import_module
 # The verb as it is typed on the command line -> the module of this package that holds the function.
 VERBS = {
     "models": "catalogue",
+    "recipes": "catalogue",
+    "pretrain": "training",
+    "train": "training",
 }
 
 

@@ -190,10 +190,13 @@ def sincos_positions(dim: int, grid: tuple[int, int]) -> Tensor:
     """(N, D) fixed positions: the first half of the width encodes the column, the second the row, each [sin, cos]."""
     if dim % 4:
         raise UserError(f"Sine-cosine positions need a width divisible by 4, not {dim}.")
-    frequencies = 10000.0 ** (-torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))
-    rows, columns = torch.meshgrid(*(torch.arange(n, dtype=torch.float64) for n in grid), indexing="ij")
+    # In float64 on the CPU, which every accelerator can take the rounded result from.
+    steps = torch.arange(max(dim // 4, *grid), dtype=torch.float64, device="cpu")
+    frequencies = 10000.0 ** (-steps[: dim // 4] / (dim // 4))
+    rows, columns = torch.meshgrid(steps[: grid[0]], steps[: grid[1]], indexing="ij")
     halves = [axis.reshape(-1, 1) * frequencies for axis in (columns, rows)]
-    return torch.cat([part for half in halves for part in (half.sin(), half.cos())], dim=1).float()
+    table = torch.cat([part for half in halves for part in (half.sin(), half.cos())], dim=1)
+    return table.float().to(torch.get_default_device())
 
 
 def time_embedding(t: Tensor, dim: int) -> Tensor:
