@@ -165,8 +165,8 @@ def total(place: Place, values: Tensor) -> Tensor:
 def parallel(place: Place, module: nn.Module) -> nn.Module:
     """The module with gradients averaged over the processes.
 
-    Looking for unused parameters keeps the gradients' buckets as they are; otherwise they would be arranged anew after the
-    first update, and a resumed run would sum in another order than the run it goes on with.
+    Looking for unused parameters keeps the gradients' buckets as they are; otherwise they would be arranged anew after
+    the first update, and a resumed run would sum in another order than the run it goes on with.
     """
     if place.world_size == 1:
         return module

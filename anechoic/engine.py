@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import signal
-import threading
+import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,7 @@ from torch import Tensor, nn
 
 from anechoic import checkpoint
 from anechoic.config import Config, adopt, differences, from_json, resolve, to_json
-from anechoic.data import Augment, Loader, Source, normalise, open_source
-from anechoic.data.cache import stored
-from anechoic.data.loader import min_side_for
+from anechoic.data import Augment, Loader, Source, Subset, normalise, open_source
 from anechoic.distributed import (
     InterruptedRun,
     Place,
@@ -44,9 +42,10 @@ from anechoic.models import build_model
 from anechoic.objectives import NEED_LABELS, Objective, make_objective
 from anechoic.optim import AveragedWeights, gradient_norm, learning_rate, make_optimizer, set_learning_rate
 from anechoic.outcome import Outcome
+from anechoic.process import Stop, catch_signals, reproducible
 from anechoic.progress import Progress
 from anechoic.run import Run, read_json, read_metrics
-from anechoic.watch import Samples, Subset, make_watcher, split_indices
+from anechoic.watch import Samples, make_watcher, split_indices
 
 log = logging.getLogger("anechoic")
 
@@ -58,15 +57,16 @@ class DivergedError(UserError):
 # ---- the loop
 
 
-def fit(config: Config, run_dir: str | Path) -> dict[str, Any]:
+def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[str, Any]:
     """Train what the config says in run_dir, or go on with it, and return the content of its results.json.
 
-    A finished run returns its results at once. After SIGTERM or Ctrl-C it saves, then raises InterruptedRun.
+    A finished run returns its results at once. After SIGTERM or Ctrl-C it saves, then raises InterruptedRun. verbose
+    shows the frozen config and the progress on the standard error stream.
     """
     run_dir = Path(run_dir)
     devices = number_of_processes(config, run_dir)
     if devices > 1 and not under_launcher():
-        return launch(fit, config, run_dir, devices=devices)
+        return launch(partial(fit, verbose=verbose), config, run_dir, devices=devices)
 
     with ExitStack() as stack:
         stop = stack.enter_context(catch_signals())
@@ -80,7 +80,6 @@ def fit(config: Config, run_dir: str | Path) -> dict[str, Any]:
         config = from_json(from_first(place, lambda: to_json(settle(config, run, source, place))))
         results = from_first(place, lambda: run.results if run else None)
         if results is not None:
-            log.info("The run %s is finished.", run_dir)
             return results
         data, optim = config.data, config.optim
         assert data.holdout is not None
@@ -110,6 +109,8 @@ def fit(config: Config, run_dir: str | Path) -> dict[str, Any]:
         if run is not None:
             run.rewind(seen)
             run.start(to_json(config))
+            if verbose:
+                print(describe(config, model, run_dir, seen=seen), file=sys.stderr, flush=True)
         resumed = found is not None
 
         # Data: what is trained on, in an order that is a function of (seed, seen); what is only looked at.
@@ -126,7 +127,6 @@ def fit(config: Config, run_dir: str | Path) -> dict[str, Any]:
             workers=data.workers or 0,
             rank=place.rank,
             world_size=place.world_size,
-            cache=False,
         )
         batches = iter(loader)
         prepare = preparation(config, place.device)
@@ -146,8 +146,8 @@ def fit(config: Config, run_dir: str | Path) -> dict[str, Any]:
             Progress(
                 samples=optim.samples,
                 seen=seen,
-                shown=run is not None,
-                tensorboard=run_dir / "tensorboard" if config.watch.tensorboard else None,
+                shown=verbose and run is not None,
+                tensorboard=run_dir / "tensorboard" if config.watch.tensorboard and run is not None else None,
             )
         )
         clock, clock_seen = time.perf_counter(), seen
@@ -181,6 +181,7 @@ def fit(config: Config, run_dir: str | Path) -> dict[str, Any]:
                     tensors = {"model": model.state_dict(), "optimizer": checkpoint.optimizer_tensors(optimizer)}
                     if average is not None:
                         tensors["ema"] = average.tensors
+                    run.list_skipped(loader.skipped)
                     saved = save(run, config, seen=seen, tensors=tensors, card=card, state={"sums": sums})
                     if done and not saved:
                         raise UserError(
@@ -191,7 +192,8 @@ def fit(config: Config, run_dir: str | Path) -> dict[str, Any]:
 
             # Stop.
             if stop.agreed and not done:
-                log.warning("Stopped after %d of %d samples; the same command goes on from here.", seen, optim.samples)
+                if run is not None:
+                    log.warning("Stopped after %d of %d samples; the same command goes on.", seen, optim.samples)
                 raise InterruptedRun(stop.agreed)
             if done:
                 break
@@ -241,59 +243,13 @@ def number_of_processes(config: Config, run_dir: Path) -> int:
     return devices
 
 
-class Stop:
-    """Which signal asked to stop: `asked` in this process, `agreed` once all processes know (0: none)."""
-
-    asked = 0
-    agreed = 0
-
-
-@contextmanager
-def catch_signals() -> Iterator[Stop]:
-    """While open, SIGTERM and Ctrl-C only ask to stop. Outside the main thread signals are not ours to catch."""
-    stop = Stop()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-
-    def ask(number: int, frame: object) -> None:
-        stop.asked = number
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def reproducible(*, threads: int) -> Iterator[None]:
-    """Deterministic kernels and the run's number of threads (sums depend on both); as it was before, afterwards."""
-    before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    deterministic: Any = torch.utils.deterministic
-    filled = deterministic.fill_uninitialized_memory
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    deterministic.fill_uninitialized_memory = False  # costs time, and nothing here reads such memory
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before[0])
-        torch.use_deterministic_algorithms(before[1], warn_only=warned)
-        deterministic.fill_uninitialized_memory = filled
-
-
 def open_data(config: Config) -> Source:
-    """The run's source, its decoded images kept where that pays; with labels only if something asks for them."""
+    """The run's source; with labels only if something asks for them."""
     data = config.data
     if not data.source:
         raise UserError("No data is given: name it with --data.source.")
     labels = data.labels or config.watch.knn > 0 or config.objective.name in NEED_LABELS
-    source = open_source(data.source, labels=labels, channels=data.channels, size=data.image_size)
-    return stored(source, min_side=min_side_for(data.image_size))
+    return open_source(data.source, labels=labels, channels=data.channels, size=data.image_size)
 
 
 def settle(config: Config, run: Run | None, source: Source, place: Place) -> Config:
@@ -335,6 +291,30 @@ def model_options(config: Config) -> dict[str, Any]:
 
 def make_model(config: Config) -> Any:
     return build_model(config.model.name, **model_options(config))
+
+
+def check(config: Config) -> None:
+    """Refuse a misspelt model, option or objective before any data is opened; nothing is allocated."""
+    make_objective(config.objective.name, **config.objective.options)
+    with torch.device("meta"):
+        make_model(config)
+
+
+def describe(config: Config, model: nn.Module, run_dir: Path, *, seen: int) -> str:
+    """The frozen config, a line per section, and what it comes to."""
+    sections = {name: value for name, value in to_json(config).items() if isinstance(value, dict)}
+    lines = [
+        f"  {name}: " + ", ".join(f"{key} {value}" for key, value in section.items())
+        for name, section in sections.items()
+    ]
+    rest = [f"{name} {value}" for name, value in to_json(config).items() if name not in sections and value != ""]
+    assert config.optim.samples is not None
+    weights = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    left = (config.optim.samples - seen) // config.optim.batch_size
+    start = f"going on after {seen:,} samples" if seen else "starting"
+    return "\n".join(
+        [f"{run_dir}: {start}, {weights:,} weights, {left:,} updates to go", *lines, "  " + ", ".join(rest)]
+    )
 
 
 def preprocess(config: Config) -> dict[str, Any]:

@@ -21,8 +21,8 @@ class Progress:
         # disable=None: no bar where there is no terminal.
         hidden = None if shown else True
         self.bar = tqdm(total=samples, initial=seen, unit="img", unit_scale=True, disable=hidden, dynamic_ncols=True)
-        self.samples = samples
-        self.writer = tensorboard_writer(tensorboard) if tensorboard and shown else None
+        self.samples, self.shown = samples, shown
+        self.writer = tensorboard_writer(tensorboard) if tensorboard else None
 
     def __enter__(self) -> Progress:
         return self
@@ -39,7 +39,7 @@ class Progress:
         if self.writer is not None:
             for name, value in scalars(record).items():
                 self.writer.add_scalar(name, value, record["seen"])
-        if record["kind"] == "watch" and self.bar.disable:
+        if record["kind"] == "watch" and self.shown and self.bar.disable:
             print(f"{record['seen']:>12,} of {self.samples:,} samples  {summary(record)}", file=sys.stderr, flush=True)
 
     def close(self) -> None:

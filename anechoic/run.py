@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -70,6 +70,7 @@ class Run:
             raise UserError(f"The run directory {path} cannot be written ({problem}): choose another.") from problem
         _take(self._lock, self.path)
         self._pending = b""
+        self._skipped = 0
         self._length = (self.path / "metrics.jsonl").stat().st_size if (self.path / "metrics.jsonl").exists() else 0
 
     def close(self) -> None:
@@ -123,6 +124,18 @@ class Run:
         self._length = max((length for record, length in _records(path) if record["seen"] <= seen), default=0)
         if path.exists():
             os.truncate(path, self._length)
+
+    def list_skipped(self, skipped: Sequence[tuple[str, str]]) -> None:
+        """skipped.json: the name and the reason of every image that could not be read, if there are new ones."""
+        if len(skipped) > self._skipped:
+            log.warning(
+                "%d images could not be read and are left out; skipped.json in the run lists them.", len(skipped)
+            )
+            self._skipped = len(skipped)
+            try:
+                write_json(self.path / "skipped.json", [{"name": name, "reason": reason} for name, reason in skipped])
+            except OSError as problem:
+                log.warning("skipped.json cannot be written now (%s); the run goes on.", problem)
 
     def finish(self, results: dict[str, Any]) -> None:
         write_json(self.path / "results.json", results)

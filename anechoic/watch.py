@@ -6,7 +6,7 @@ beside their shortcuts; k-NN only if asked for. It decides nothing. (Section 5.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from anechoic.config import Config
-from anechoic.data import Augment, BadImage, Loader, Source
-from anechoic.data.source import digest
+from anechoic.data import Augment, Loader, Source, Subset
 from anechoic.draws import Draws
 from anechoic.evals.knn import knn_accuracy
 from anechoic.features import block_statistics, extract
@@ -52,30 +51,6 @@ def split_indices(size: int, *, holdout: int) -> tuple[np.ndarray, np.ndarray]:
     draws = Draws(0, torch.arange(size), torch.zeros(size, dtype=torch.int64))
     order = draws.words("holdout", 1)[:, 0].argsort(stable=True).numpy()
     return np.sort(order[holdout:]), np.sort(order[:holdout])
-
-
-class Subset(Source):
-    """Some images of a source, renumbered from 0 in the order given."""
-
-    def __init__(self, source: Source, indices: np.ndarray) -> None:
-        super().__init__()
-        self.source, self.indices = source, indices
-        self.channels, self.classes, self.resident = source.channels, source.classes, source.resident
-        self.labels = None if source.labels is None else source.labels[indices]
-        self.fingerprint = digest("subset", source.fingerprint, indices)
-        self.skipped = source.skipped  # one list: what is unreadable here is unreadable there
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def name(self, index: int) -> str:
-        return self.source.name(int(self.indices[index]))
-
-    def read(self, index: int, *, min_side: int | None = None) -> Tensor:
-        return self.source.read(int(self.indices[index]), min_side=min_side)
-
-    def read_many(self, indices: Sequence[int], *, min_side: int | None = None) -> list[Tensor | BadImage]:
-        return self.source.read_many(self.indices[list(indices)].tolist(), min_side=min_side)
 
 
 @dataclass(frozen=True)
@@ -164,7 +139,6 @@ def make_watcher(
                 augment=Augment(kind="centre"),
                 shuffle=False,
                 drop_last=False,
-                cache=False,
             )
         )
         labels = [batch.labels for batch in batches if batch.labels is not None]

@@ -1,0 +1,171 @@
+"""The verbs that train: pretrain on any images, train a recipe."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from anechoic.config import Config, Options, to_json
+from anechoic.outcome import Outcome
+from anechoic.recipes import recipe as recipe_by_name
+from anechoic.recipes import table
+
+if TYPE_CHECKING:
+    Recipe = Config | str
+else:
+    # One sub-command per recipe, whose flags are the settings of its config.
+    Recipe = Annotated[
+        tyro.extras.subcommand_type_from_defaults(
+            {name: recipe_by_name(name) for name in table()},
+            {name: function.__doc__.split("\n", 1)[0] for name, function in table().items()},
+            prefix_names=False,
+        ),
+        tyro.conf.arg(name=""),
+    ]
+
+
+def pretrain(
+    data: str,
+    /,
+    *,
+    out: Path,
+    image_size: int | None = None,
+    channels: int = 3,
+    model: str | None = None,
+    model_options: Options = {},  # noqa: B006
+    epochs: float | None = None,
+    batch_size: int | None = None,
+    lr: float | None = None,
+    alpha_min: float | Literal["auto"] | None = None,
+    init_from: Path | None = None,
+    knn: int = 0,
+    workers: int | None = None,
+    seed: int = 0,
+    devices: int | None = None,
+    dry_run: bool = False,
+) -> Outcome:
+    """Train a masked autoencoder on images without labels; everything not said is chosen by the data and the machine.
+
+    The same command again goes on where it stopped. SIGTERM and Ctrl-C save first (exit codes 143 and 130).
+
+    Example: anechoic pretrain photos --out runs/photos --epochs 100
+
+    Args:
+        data: digits, scenes, a folder, list, zip, tar, parquet, npz, or hf:NAME.
+        out: the run directory.
+        image_size: side of the images the model sees; default by the images.
+        channels: 3 for colour, 1 for grey.
+        model: a mae_ model that `anechoic models` lists; default by the number of images.
+        model_options: options of the model, such as dim=48 depth=2.
+        epochs: passes over the data.
+        batch_size: samples per update.
+        lr: peak learning rate.
+        alpha_min: 1 for plain residual connections, auto for the decay that fits the depth; default by the length.
+        init_from: a run or model directory to start from.
+        knn: training samples that vote in a k-NN test on held-out ones, if there are labels; 0 makes none.
+        workers: processes that decode images.
+        seed: of weights, order, crops and masks.
+        devices: processes that share each batch.
+        dry_run: print the config and stop.
+    """
+    config = pretrain_config_for(
+        data,
+        image_size=image_size,
+        channels=channels,
+        model=model,
+        options=model_options,
+        epochs=epochs,
+        batch_size=batch_size,
+        lr=lr,
+        alpha_min=alpha_min,
+        seed=seed,
+        devices=devices,
+    )
+    config = replace(
+        config,
+        init_from=str(init_from or ""),
+        watch=replace(config.watch, knn=knn),
+        data=replace(config.data, workers=workers),
+    )
+    if alpha_min is None:
+        print(alpha_min_reason(config), file=sys.stderr)
+    return _run(config, out, dry_run=dry_run)
+
+
+def alpha_min_reason(config: Config) -> str:
+    """One line: which alpha_min was chosen for a run of this length, and why."""
+    if config.shortcut.alpha_min == 1:
+        return (
+            "alpha_min 1, plain residual connections with skips: a run this short gains nothing from fading shortcuts."
+        )
+    return "alpha_min auto, shortcuts that fade with depth: the run is long enough for more abstract features."
+
+
+def pretrain_config_for(data: str, **choices: Any) -> Config:
+    """The config that `pretrain` would train for this data on this machine."""
+    import torch
+
+    from anechoic.data import open_source
+    from anechoic.distributed import accelerators
+    from anechoic.recipes.pretrain import pretrain_config
+
+    source = open_source(data, channels=choices["channels"])
+    sides = [
+        min(image.shape[1:])
+        for image in source.read_many(range(min(9, len(source))))
+        if isinstance(image, torch.Tensor)
+    ]
+    side = sorted(sides)[len(sides) // 2] if sides else 64
+    return pretrain_config(data, size=len(source), side=side, accelerators=accelerators(), **choices)
+
+
+@tyro.conf.configure(tyro.conf.CascadeSubcommandArgs)
+def train(recipe: Recipe, *, out: Path | None = None, dry_run: bool = False) -> Outcome:
+    """Train a recipe, any of its settings overridden; `anechoic train RECIPE --help` lists them.
+
+    The same command again goes on where it stopped. SIGTERM and Ctrl-C save first (exit codes 143 and 130).
+
+    Example: anechoic train pocket_mae_digits --out runs/digits --shortcut.alpha-min 0.6 --model.options depth=6
+
+    Args:
+        recipe: a name that `anechoic recipes` lists.
+        out: the run directory; default runs/RECIPE.
+        dry_run: print the config and stop.
+    """
+    config: Config = recipe_by_name(recipe) if isinstance(recipe, str) else recipe
+    config = with_recipe_options(config)
+    return _run(config, out or Path("runs") / (config.recipe or "run"), dry_run=dry_run)
+
+
+def with_recipe_options(config: Config) -> Config:
+    """Options given on the command line add to the recipe's instead of replacing them all."""
+    if config.recipe not in table():
+        return config
+    base = recipe_by_name(config.recipe)
+    return replace(
+        config,
+        model=replace(config.model, options={**base.model.options, **config.model.options}),
+        objective=replace(config.objective, options={**base.objective.options, **config.objective.options}),
+    )
+
+
+def _run(config: Config, out: Path, *, dry_run: bool) -> Outcome:
+    """Check the config and train it, or only print it."""
+    from anechoic.engine import check, fit
+
+    check(config)
+    if dry_run:
+        return Outcome(config=to_json(config), metrics={}, seed=config.seed, text=json.dumps(to_json(config), indent=2))
+    before = (out / "results.json").exists()
+    results = fit(config, out, verbose=True)
+    metrics = results["metrics"]
+    text = f"{out} {'was finished before' if before else 'is trained'}: {metrics['seen']:,} samples seen"
+    text += f", loss {metrics['loss']:.4f}"
+    if "held_out_loss" in metrics:
+        text += f", held-out loss {metrics['held_out_loss']:.4f}"
+    return Outcome(results["config"], metrics, seed=config.seed, seconds=results["seconds"], text=text + ".")

@@ -1,0 +1,60 @@
+"""What a run asks of its own process while it trains: signals that only ask to stop, deterministic kernels, threads.
+
+Everything is put back afterwards. It knows nothing of training.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class Stop:
+    """Which signal asked to stop: `asked` in this process, `agreed` once all processes know (0: none)."""
+
+    asked = 0
+    agreed = 0
+
+
+@contextmanager
+def catch_signals() -> Iterator[Stop]:
+    """While open, SIGTERM and Ctrl-C only ask to stop. Outside the main thread signals are not ours to catch."""
+    stop = Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def ask(number: int, frame: object) -> None:
+        stop.asked = number
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def reproducible(*, threads: int) -> Iterator[None]:
+    """Deterministic kernels and the run's number of threads (sums depend on both); as it was before, afterwards."""
+    before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    deterministic: Any = torch.utils.deterministic
+    filled = deterministic.fill_uninitialized_memory
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    deterministic.fill_uninitialized_memory = False  # costs time, and nothing here reads such memory
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before[0])
+        torch.use_deterministic_algorithms(before[1], warn_only=warned)
+        deterministic.fill_uninitialized_memory = filled

@@ -1,0 +1,38 @@
+"""Complete configs by name. A recipe is a function without arguments that returns a Config; `anechoic train` runs it.
+
+A module of this package lists its recipes in RECIPES; add the module's name here and they are found. Recipes know the
+config alone: neither torch nor data nor models.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
+
+from anechoic.config import Config
+from anechoic.errors import UserError
+
+MODULES = ("mae", "pocket")
+
+
+@cache
+def table() -> dict[str, Callable[[], Config]]:
+    """Every recipe's function by its name."""
+    found: dict[str, Callable[[], Config]] = {}
+    for module in MODULES:
+        for recipe in import_module(f"anechoic.recipes.{module}").RECIPES:
+            assert recipe.__name__ not in found, f"two recipes are called {recipe.__name__}"
+            found[recipe.__name__] = recipe
+    return found
+
+
+def recipe(name: str) -> Config:
+    """The config of this name, which it carries; a misspelt name is answered with the nearest one."""
+    if name not in table():
+        near = difflib.get_close_matches(name, table(), n=1)
+        hint = f"did you mean {near[0]}?" if near else "anechoic recipes lists them."
+        raise UserError(f"There is no recipe {name!r}; {hint}")
+    return replace(table()[name](), recipe=name)

@@ -1,0 +1,69 @@
+"""Recipes that train in minutes to an hour on two processor cores, to see the method work rather than to set records.
+
+Each has decayed shortcuts; the residual twin is the same command with --shortcut.alpha-min 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from anechoic.config import Config, DataConfig, ModelConfig, OptimConfig, ShortcutConfig, WatchConfig
+
+
+def pocket_mae_digits() -> Config:
+    """A tiny masked autoencoder on scikit-learn's digits, embedded in the package.
+
+    Command: anechoic train pocket_mae_digits --out runs/digits
+    """
+    return Config(
+        data=DataConfig(source="digits:train", image_size=8, channels=1, flip=False, scale=(0.5, 1.0)),
+        model=ModelConfig(
+            "mae_tiny_patch4",
+            {
+                "patch_size": 2,
+                "dim": 64,
+                "depth": 6,
+                "num_heads": 2,
+                "decoder_dim": 64,
+                "decoder_depth": 3,
+                "decoder_num_heads": 2,
+            },
+        ),
+        shortcut=ShortcutConfig(alpha_min=0.6),
+        optim=OptimConfig(batch_size=128, epochs=100, lr=2e-3),
+        watch=WatchConfig(knn=1000),
+    )
+
+
+def pocket_mae_scenes() -> Config:
+    """A small masked autoencoder on procedural scenes, embedded in the package.
+
+    Command: anechoic train pocket_mae_scenes --out runs/scenes
+    """
+    return Config(
+        data=DataConfig(source="scenes:train", image_size=32),
+        model=ModelConfig(
+            "mae_tiny_patch4",
+            {"dim": 96, "depth": 8, "num_heads": 3, "decoder_dim": 96, "decoder_depth": 2, "decoder_num_heads": 3},
+        ),
+        shortcut=ShortcutConfig(alpha_min=0.6),
+        optim=OptimConfig(batch_size=128, epochs=20, lr=1e-3),
+        watch=WatchConfig(knn=2000),
+    )
+
+
+def pocket_mae_cifar100() -> Config:
+    """A small masked autoencoder on CIFAR-100 at 32 pixels.
+
+    Command: anechoic train pocket_mae_cifar100 --data.source cifar100/train.parquet --out runs/cifar100
+    """
+    base = pocket_mae_scenes()
+    return replace(
+        base,
+        data=replace(base.data, source="hf:cifar100:train"),
+        optim=replace(base.optim, epochs=15),
+        watch=WatchConfig(knn=5000),
+    )
+
+
+RECIPES = (pocket_mae_digits, pocket_mae_scenes, pocket_mae_cifar100)

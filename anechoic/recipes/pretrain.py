@@ -1,0 +1,105 @@
+"""What `anechoic pretrain` chooses for a data set it has only counted: model, patch, batch, length and alpha_min.
+
+Rules of thumb, each a function of the data's size, the images' size and the machine; every choice can be overridden.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from anechoic.config import Config, DataConfig, ModelConfig, OptimConfig, ShortcutConfig, budget, default_holdout
+from anechoic.errors import UserError
+
+# Below this many updates a decayed encoder has not caught up with a residual one yet.
+CROSSOVER_UPDATES = 50_000
+# A masked autoencoder keeps learning for hundreds of epochs; a processor gets as much of it as fits an afternoon.
+ACCELERATOR_EPOCHS, PROCESSOR_SAMPLES = 800, 500_000
+LARGEST_SIDE, LARGEST_SIDE_ON_PROCESSOR = 224, 64
+# (number of images from which, model, its decoder) on an accelerator.
+SIZES: tuple[tuple[int, str, dict[str, int]], ...] = (
+    (500_000, "base", {}),
+    (50_000, "small", {}),
+    (0, "tiny", {"decoder_dim": 192, "decoder_depth": 6, "decoder_num_heads": 3}),
+)
+POCKET = {"dim": 96, "depth": 8, "num_heads": 3, "decoder_dim": 96, "decoder_depth": 2, "decoder_num_heads": 3}
+POCKET_LR = 1e-3
+
+
+def choose_image_size(side: int, *, accelerators: int) -> int:
+    """The images' own shorter side, or what the machine can take, rounded down to a multiple that suits a patch."""
+    side = min(side, LARGEST_SIDE if accelerators else LARGEST_SIDE_ON_PROCESSOR)
+    step = 2 if side < 16 else 4 if side < 48 else 8 if side < 128 else 16
+    return max(step, side // step * step)
+
+
+def choose_patch(image_size: int) -> int:
+    """The patch size that divides the side into 8 to 16 patches, or comes nearest."""
+    fitting = [patch for patch in (2, 4, 8, 14, 16) if image_size % patch == 0 and image_size // patch >= 2]
+    if not fitting:
+        raise UserError(f"Images of {image_size} pixels a side cannot be cut into patches: choose a multiple of 4.")
+    return min(fitting, key=lambda patch: (abs(image_size / patch - 10), patch))
+
+
+def choose_batch(size: int, *, accelerators: int) -> int:
+    """A power of two: at least eight updates an epoch where the data allow it, at most 1024 (a processor: 128)."""
+    batch = 1024 if accelerators else 128
+    while batch > 16 and size < 8 * batch:
+        batch //= 2
+    return min(batch, max(1, size))
+
+
+def pretrain_config(
+    source: str,
+    *,
+    size: int,
+    side: int,
+    accelerators: int,
+    image_size: int | None = None,
+    channels: int = 3,
+    model: str | None = None,
+    options: dict[str, Any] | None = None,
+    epochs: float | None = None,
+    batch_size: int | None = None,
+    lr: float | None = None,
+    alpha_min: float | Literal["auto"] | None = None,
+    seed: int = 0,
+    devices: int | None = None,
+) -> Config:
+    """A masked autoencoder for `size` images whose shorter side is about `side` pixels; None is chosen here."""
+    image_size = image_size or choose_image_size(side, accelerators=accelerators)
+    trained_on = size - default_holdout(size)
+    batch_size = batch_size or choose_batch(trained_on, accelerators=accelerators)
+    if epochs is None:
+        epochs = float(ACCELERATOR_EPOCHS if accelerators else max(1, min(800, PROCESSOR_SAMPLES // max(1, size))))
+    optim = OptimConfig(
+        batch_size=batch_size, epochs=epochs, lr=lr if lr is not None or accelerators else POCKET_LR * batch_size / 128
+    )
+    chosen_model = (
+        ModelConfig(model, options or {}) if model else choose_model(size, image_size, accelerators=accelerators)
+    )
+    if alpha_min is None:
+        alpha_min = choose_alpha_min(budget(optim, max(batch_size, trained_on)) // batch_size)
+    return Config(
+        recipe="pretrain",
+        data=DataConfig(source=source, image_size=image_size, channels=channels),
+        model=ModelConfig(chosen_model.name, {**chosen_model.options, **(options or {})}),
+        shortcut=ShortcutConfig(alpha_min=alpha_min),
+        optim=optim,
+        seed=seed,
+        devices=devices,
+    )
+
+
+def choose_model(size: int, image_size: int, *, accelerators: int) -> ModelConfig:
+    """By the number of images on an accelerator; on a processor always the pocket size."""
+    patch = choose_patch(image_size)
+    name, decoder = next((name, decoder) for least, name, decoder in SIZES if size >= least)
+    if not accelerators:
+        name, decoder = "tiny", POCKET
+    options: dict[str, Any] = {**decoder, "patch_size": 2} if patch == 2 else dict(decoder)
+    return ModelConfig(f"mae_{name}_patch{max(4, patch)}", options)
+
+
+def choose_alpha_min(updates: int) -> float | Literal["auto"]:
+    """Plain residual connections (with skips) for short runs, the decay that fits the depth for long ones."""
+    return 1.0 if updates < CROSSOVER_UPDATES else "auto"
