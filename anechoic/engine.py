@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from anechoic import checkpoint
-from anechoic.config import Config, adopt, differences, from_json, resolve, to_json
+from anechoic.config import Config, OptimConfig, adopt, differences, from_json, resolve, to_json
 from anechoic.data import Augment, Loader, Source, Subset, normalise, open_source
 from anechoic.distributed import (
     InterruptedRun,
@@ -40,7 +40,7 @@ from anechoic.draws import Draws
 from anechoic.errors import UserError
 from anechoic.models import build_model
 from anechoic.objectives import NEED_LABELS, Objective, make_objective
-from anechoic.optim import AveragedWeights, gradient_norm, learning_rate, make_optimizer, set_learning_rate
+from anechoic.optim import AveragedWeights, gradient_norm, learning_rate, parameter_groups, set_learning_rate
 from anechoic.outcome import Outcome
 from anechoic.process import Stop, catch_signals, reproducible
 from anechoic.progress import Progress
@@ -84,6 +84,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
         data, optim = config.data, config.optim
         assert data.holdout is not None
         assert optim.samples is not None
+        assert optim.lr is not None
         stack.enter_context(reproducible(threads=config.threads or 1))
 
         # Build the model, its objective, and what moves its weights. Initial weights depend on the seed alone.
@@ -93,6 +94,14 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
             checkpoint.start_from(model, config.init_from)
         objective = make_objective(config.objective.name, **config.objective.options)
         optimizer = make_optimizer(model, optim)
+        lr_at = partial(
+            learning_rate,
+            samples=optim.samples,
+            lr=optim.lr,
+            warmup=optim.warmup,
+            schedule=optim.schedule,
+            min_lr=optim.min_lr,
+        )
         average = AveragedWeights(model, decay=optim.ema) if optim.ema else None
         card = checkpoint.model_card(model, preprocess(config))
 
@@ -163,7 +172,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
                 if sums["count"] and (due(seen, config.watch.report, optim.batch_size) or done):
                     count, now = sums.pop("count"), time.perf_counter()
                     record = {"kind": "train", "seen": seen, **{name: value / count for name, value in sums.items()}}
-                    record["lr"] = learning_rate(seen, optim)
+                    record["lr"] = lr_at(seen)
                     record["seconds"] = round(now - clock, 3)
                     record["images_per_second"] = round((seen - clock_seen) / (now - clock), 1)
                     run.append(record)
@@ -199,7 +208,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
                 break
 
             # Step: the gradient of the whole batch, part by part; then the weights move.
-            set_learning_rate(optimizer, learning_rate(seen, optim))
+            set_learning_rate(optimizer, lr_at(seen))
             step: dict[str, Tensor] = {}
             parts = split(next(batches), optim.accumulate)
             # Layers that draw for themselves (drop path) do so as a function of progress, so that they resume too.
@@ -315,6 +324,18 @@ def describe(config: Config, model: nn.Module, run_dir: Path, *, seen: int) -> s
     return "\n".join(
         [f"{run_dir}: {start}, {weights:,} weights, {left:,} updates to go", *lines, "  " + ", ".join(rest)]
     )
+
+
+def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
+    """AdamW, one fused kernel per group of parameters."""
+    groups = parameter_groups(
+        model,
+        weight_decay=optim.weight_decay,
+        decayed=optim.decayed,
+        exempt=optim.exempt,
+        layer_decay=optim.layer_decay,
+    )
+    return torch.optim.AdamW(groups, lr=0.0, betas=optim.betas, eps=optim.eps, fused=True)
 
 
 def preprocess(config: Config) -> dict[str, Any]:

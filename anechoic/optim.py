@@ -7,23 +7,24 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from anechoic.config import OptimConfig
 from anechoic.errors import UserError
 
+Decayed = Literal["matrices", "all"]
 FIRST_LAYER = ("class_token", "positions", "patch_embed")
 BLOCK = re.compile(r"(?:^|\.)blocks\.(\d+)\.")
 
 
-def is_decayed(name: str, parameter: Tensor, config: OptimConfig) -> bool:
-    """Tensors of two or more dimensions (tokens included), or all; never those the config exempts."""
-    if name.rpartition(".")[2] in config.exempt or name in config.exempt:
+def is_decayed(name: str, parameter: Tensor, *, decayed: Decayed = "matrices", exempt: Sequence[str] = ()) -> bool:
+    """Tensors of two or more dimensions (tokens included), or all; never those whose name, or its end, is exempt."""
+    if name in exempt or name.rpartition(".")[2] in exempt:
         return False
-    return config.decayed == "all" or (parameter.ndim >= 2 and not name.endswith(".bias"))
+    return decayed == "all" or (parameter.ndim >= 2 and not name.endswith(".bias"))
 
 
 def layer_of(name: str, depth: int) -> int:
@@ -34,39 +35,40 @@ def layer_of(name: str, depth: int) -> int:
     return depth + 1 if block is None else int(block[1]) + 1
 
 
-def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict]:
+def parameter_groups(
+    model: nn.Module,
+    *,
+    weight_decay: float,
+    decayed: Decayed = "matrices",
+    exempt: Sequence[str] = (),
+    layer_decay: float = 1.0,
+) -> list[dict[str, Any]]:
     """AdamW's groups: parameters that share weight decay and learning-rate scale, layer_decay^(depth + 1 - layer)."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not named:
         raise UserError("The model has no parameter to train.")
-    blocks = [int(found[1]) for name, _ in named if (found := BLOCK.search(name))]
-    depth = max(blocks, default=-1) + 1
-    groups: dict[tuple[float, float], dict] = {}
+    depth = max((int(found[1]) + 1 for name, _ in named if (found := BLOCK.search(name))), default=0)
+    groups: dict[tuple[float, float], dict[str, Any]] = {}
     for name, parameter in named:
-        scale = config.layer_decay ** (depth + 1 - layer_of(name, depth)) if config.layer_decay < 1 else 1.0
-        decay = config.weight_decay if is_decayed(name, parameter, config) else 0.0
+        scale = layer_decay ** (depth + 1 - layer_of(name, depth))
+        decay = weight_decay if is_decayed(name, parameter, decayed=decayed, exempt=exempt) else 0.0
         group = groups.setdefault((scale, decay), {"params": [], "names": [], "weight_decay": decay, "lr_scale": scale})
         group["params"].append(parameter)
         group["names"].append(name)
     return list(groups.values())
 
 
-def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW on the groups above, one fused kernel per group."""
-    return torch.optim.AdamW(parameter_groups(model, config), lr=0.0, betas=config.betas, eps=config.eps, fused=True)
-
-
-def learning_rate(seen: int, config: OptimConfig) -> float:
-    """Rises linearly from 0 over the first warmup * samples, then falls to min_lr as half a cosine, or stays."""
-    assert config.samples is not None, "the config is resolved before training"
-    assert config.lr is not None, "the config is resolved before training"
-    warmup = config.warmup * config.samples
-    if seen < warmup:
-        return config.lr * seen / warmup
-    if config.schedule == "constant":
-        return config.lr
-    progress = min(1.0, (seen - warmup) / max(1.0, config.samples - warmup))
-    return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+def learning_rate(
+    seen: int, *, samples: int, lr: float, warmup: float, schedule: Literal["cosine", "constant"], min_lr: float = 0.0
+) -> float:
+    """Rises linearly from 0 to lr over the first warmup * samples, then falls to min_lr as half a cosine, or stays."""
+    rising = warmup * samples
+    if seen < rising:
+        return lr * seen / rising
+    if schedule == "constant":
+        return lr
+    progress = min(1.0, (seen - rising) / max(1.0, samples - rising))
+    return min_lr + (lr - min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
