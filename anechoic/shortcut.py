@@ -255,7 +255,14 @@ class Add:
     tap: str
 
 
-Event = Write | Read | Branch | Tap | Concatenate | Add
+@dataclass(frozen=True)
+class Restart:
+    """x = what these make of x: a norm in the stream itself (post-norm), or a norm and a map between two stages."""
+
+    reads: Read
+
+
+Event = Write | Read | Branch | Tap | Concatenate | Add | Restart
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,23 @@
-"""Conversion of a network's shortcuts: decay(model), fold(model), shortcuts(model). Each returns a new model.
+"""Conversion of a network's shortcuts: decay(model), fold(model), shortcuts(model). Each returns something new.
 
-The algebra is one function, `rescale`: it changes the factors of every shortcut and moves the difference into the
-weights, so that the function the network computes stays the same. Models describe their residual stream themselves.
+The algebra is one function, `edits`: it tells how weights and eps change with the factors of every shortcut, so that
+the function the network computes stays the same. Networks describe their residual stream themselves;
+anechoic.families does it for the networks of other libraries.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from anechoic import families
 from anechoic.errors import UserError
+from anechoic.families import Found
 from anechoic.models import build
 from anechoic.models.layers import MARKS, Network, NetworkConfig, zero_branch_outputs
 from anechoic.shortcut import (
@@ -23,17 +26,20 @@ from anechoic.shortcut import (
     Branch,
     Concatenate,
     Read,
+    Restart,
+    Shortcut,
     Slot,
     Stream,
     Tap,
     Write,
+    shortcut_factors,
 )
 
 Factors = Sequence[tuple[float, float]]
 
 
 class ShortcutInfo(NamedTuple):
-    """One place where two branches meet. gain: the product of alphas from the start of the stream up to here."""
+    """One place where two branches meet. gain: the product of alphas from the start of its stream up to here."""
 
     name: str
     kind: str
@@ -43,13 +49,19 @@ class ShortcutInfo(NamedTuple):
 
 
 def shortcuts(model: nn.Module) -> list[ShortcutInfo]:
-    """Every shortcut of the residual stream, in execution order."""
+    """Every shortcut of the residual stream, in execution order; in a network not yet decayed, where they would be."""
+    all_found = _find(model)
+    if not all_found:
+        model = copy.deepcopy(model)
+        all_found = streams(model)
     names = {module: name for name, module in model.named_modules()}
-    rows, gain = [], 1.0
-    for shortcut in stream_of(model).shortcuts:
-        alpha, beta = shortcut.factors
-        gain *= alpha
-        rows.append(ShortcutInfo(names[shortcut], shortcut.kind, alpha, beta, gain))
+    rows = []
+    for found in all_found:
+        gain = 1.0
+        for shortcut in found.shortcuts:
+            alpha, beta = shortcut.factors
+            gain *= alpha
+            rows.append(ShortcutInfo(names[shortcut], shortcut.kind, alpha, beta, gain))
     return rows
 
 
@@ -57,17 +69,22 @@ def fold(model: nn.Module) -> nn.Module:
     """A plain residual network with the same outputs: every shortcut becomes x + f(x), the factors move into weights.
 
     Hidden states inside the network differ from the original's by the gain. Forms with a learned alpha fold as long as
-    every alpha is positive.
+    every alpha is positive. Blocks of other libraries get their own class back.
     """
-    network = own(model)
-    for index, shortcut in enumerate(network.stream().shortcuts):
-        if not shortcut.factors[0] > 0:
+    for info in shortcuts(model):
+        if not info.alpha > 0:
             raise UserError(
-                f"Shortcut {index} has learned the alpha {shortcut.factors[0]:.4g}, and only positive alphas can be folded "
-                f"into weights: export the network as it is."
+                f"{info.name} has learned the alpha {info.alpha:.4g}, and only positive alphas can be folded into "
+                f"weights: export the network as it is."
             )
-    plain = dataclasses.replace(network.config, alpha_min=1.0, schedule="linear", form="identity")
-    return _refactored(network, plain)
+    if isinstance(model, Network):
+        plain = dataclasses.replace(model.config, alpha_min=1.0, schedule="linear", form="identity")
+        return _refactored(model, plain)
+    folded = copy.deepcopy(model)
+    for found in streams(folded):
+        refactor(found, [(1.0, 1.0)] * len(found.shortcuts))
+    families.release(folded)
+    return folded
 
 
 def decay(
@@ -79,19 +96,123 @@ def decay(
     preserve: bool = False,
     zero_init: bool | None = None,
 ) -> nn.Module:
-    """A copy of a plain residual network whose shortcuts are decayed.
+    """A copy of a plain residual network, ours or another library's, whose shortcuts are decayed.
 
     preserve=False keeps the weights and replaces the shortcuts, so the function changes. preserve=True keeps the
-    function (the inverse of fold) by moving the factors into the weights. zero_init=True also zeroes the branch outputs, for
-    training from scratch. only restricts the decay to one kind of branch.
+    function (the inverse of fold) by moving the factors into the weights. zero_init=True also zeroes the branch
+    outputs, for training from scratch. only restricts the decay to one kind of branch. A listed schedule has one alpha
+    per branch.
     """
-    network = own(model)
-    if any(factor != (1.0, 1.0) for factor in network.config.factors) or network.config.form == "learnable":
+    if preserve and zero_init:
+        raise UserError("preserve=True keeps what the network computes and zero_init=True erases it: choose one.")
+    if isinstance(model, Network):
+        return _decayed_network(model, alpha_min, schedule=schedule, only=only, preserve=preserve, zero_init=zero_init)
+    decayed = copy.deepcopy(model)
+    all_found = streams(decayed)
+    given = None if isinstance(schedule, str) else _split(schedule, all_found)
+    for i, found in enumerate(all_found):
+        _check_plain(found.shortcuts)
+        factors = shortcut_factors(
+            [shortcut.kind for shortcut in found.shortcuts],
+            alpha_min=alpha_min,
+            schedule=schedule if given is None else given[i],
+            form=only or "identity",
+        )
+        if preserve:
+            refactor(found, factors)
+        else:
+            set_factors(found.shortcuts, factors)
+        if zero_init:
+            zero_branch_outputs(found.tell().events)
+    return decayed
+
+
+def streams(model: nn.Module) -> list[Found]:
+    """The residual streams of a model; known blocks of other libraries are joined by Shortcuts in place."""
+    found = _find(model) if isinstance(model, Network) else families.join(model)
+    if not found:
+        raise UserError(
+            f"Nothing in {type(model).__name__} was recognised as a residual branch; looked for: {families.KNOWN}."
+        )
+    return found
+
+
+def _find(model: nn.Module) -> list[Found]:
+    """The residual streams as they are, without joining anything."""
+    if isinstance(model, Network):
+        return [Found("", model, model.stream().shortcuts, model.stream)]
+    return families.find(model)
+
+
+def weight_factors(model: nn.Module) -> dict[str, float]:
+    """Parameter name -> the factor by which it differs from that of the plain network which computes the same."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    factors: dict[str, float] = {}
+    for found in _find(model):
+        plain = [(1.0, 1.0)] * len(found.shortcuts)
+        for edit in edits(found.tell(), plain):
+            name = names.get(id(getattr(edit.slot.owner, edit.slot.name)))
+            if name is not None:
+                if edit.slot.columns is not None and edit.factor != 1:
+                    raise UserError(f"Parts of {name} have different factors, so no learning rate fits all of it.")
+                factors[name] = factors.get(name, 1.0) / edit.factor
+    return factors
+
+
+# ---- networks of other libraries
+
+
+def _check_plain(shortcuts: Sequence[Shortcut]) -> None:
+    if any(shortcut.factors != (1.0, 1.0) or shortcut.learnable for shortcut in shortcuts):
         raise UserError(
             "This network's shortcuts are not plain: fold it first, or decay the plain network it came from."
         )
-    if preserve and zero_init:
-        raise UserError("preserve=True keeps what the network computes and zero_init=True erases it: choose one.")
+
+
+def _split(schedule: Sequence[float], all_found: list[Found]) -> list[list[float]]:
+    """A listed schedule, one part per stream."""
+    counts = [len(found.shortcuts) for found in all_found]
+    if len(schedule) != sum(counts):
+        raise UserError(
+            f"The schedule lists {len(schedule)} alphas, but the network has {sum(counts)} residual branches: give one "
+            f"each."
+        )
+    remaining = iter(schedule)
+    return [[next(remaining) for _ in range(count)] for count in counts]
+
+
+def set_factors(shortcuts: Sequence[Shortcut], factors: Factors) -> None:
+    for shortcut, (alpha, beta) in zip(shortcuts, factors, strict=True):
+        if shortcut.learnable:
+            del shortcut.alpha
+        shortcut.alpha, shortcut.beta = alpha, beta
+
+
+def refactor(found: Found, factors: Factors) -> None:
+    """Give the shortcuts new factors and move the difference into the weights, in place."""
+    stream = found.tell()
+    if [id(shortcut) for shortcut in stream.shortcuts] != [id(shortcut) for shortcut in found.shortcuts]:
+        raise UserError(
+            f"{type(found.module).__name__} runs its blocks in another order than it lists them: describe its stream "
+            f"with anechoic.families.describe."
+        )
+    rescale(stream, factors)
+    set_factors(found.shortcuts, factors)
+
+
+# ---- our own networks
+
+
+def _decayed_network(
+    network: Network,
+    alpha_min: AlphaMin,
+    *,
+    schedule: str | Sequence[float],
+    only: Literal["attention", "mlp"] | None,
+    preserve: bool,
+    zero_init: bool | None,
+) -> Network:
+    _check_plain(network.stream().shortcuts)
     given = schedule if isinstance(schedule, str) else tuple(schedule)
     config = dataclasses.replace(network.config, alpha_min=alpha_min, schedule=given, form=only or "identity")
     if preserve:
@@ -100,19 +221,6 @@ def decay(
     if zero_init:
         zero_branch_outputs(decayed.stream().events)
     return decayed
-
-
-def own(model: nn.Module) -> Network:
-    if not isinstance(model, Network):
-        raise UserError(f"{type(model).__name__} describes no residual stream; build it with anechoic.build_model.")
-    return model
-
-
-def stream_of(model: nn.Module) -> Stream:
-    return own(model).stream()
-
-
-# ---- rebuilding
 
 
 def _refactored(network: Network, config: NetworkConfig) -> Network:
@@ -148,64 +256,116 @@ def _rebuilt(network: Network, config: NetworkConfig, state: dict[str, Tensor]) 
 # ---- the algebra
 
 
+class Edit(NamedTuple):
+    """A tensor or number, and what it is to be multiplied by."""
+
+    slot: Slot
+    factor: float
+
+
 @torch.no_grad()
 def rescale(stream: Stream, factors: Factors) -> None:
-    """Edit weights and eps in place so that, with the new (alpha, beta) per branch, the outputs stay the same.
+    """Edit weights and eps in place so that, with the new (alpha, beta) per branch, the outputs stay the same."""
+    todo = [edit for edit in edits(stream, factors) if edit.factor != 1]
+    _check_distinct(todo)
+    for edit in todo:
+        multiply(*edit)
+
+
+def edits(stream: Stream, factors: Factors) -> Iterator[Edit]:
+    """What changes with the factors.
 
     Let ratio = old stream / new stream, a number at every point. From alpha x + beta f to alpha' x' + beta' f':
     a branch takes ratio to ratio * alpha / alpha' and its output is multiplied by beta / (that * beta').
     A norm that reads the stream gets eps / ratio^2, a linear reader weight * ratio; what is written is divided by it.
     """
-    old = [shortcut.factors for shortcut in stream.shortcuts]
-    remaining = iter(zip(old, factors, strict=True))
-    ratio = 1.0
-    if stream.ends_raw:
-        for (alpha, _), (new_alpha, _) in zip(old, factors, strict=True):
-            ratio *= new_alpha / alpha
+    remaining = iter(zip((shortcut.factors for shortcut in stream.shortcuts), factors, strict=True))
+    ratio = starting_ratio(stream, factors)
     taps: dict[str, float] = {}
     for event in stream.events:
         match event:
             case Write(slots):
                 for slot in slots:
-                    multiply(slot, 1 / ratio)
+                    yield Edit(slot, 1 / ratio)
             case Read():
-                read(event, ratio)
+                yield from read(event, ratio)
             case Branch(_, reads, writer, projection):
                 (alpha, beta), (new_alpha, new_beta) = next(remaining)
-                read(reads, ratio)
+                yield from read(reads, ratio)
                 if projection is not None:
                     # alpha P(x) = ratio' alpha' P'(x'), and ratio' alpha' = ratio alpha.
-                    multiply(projection[0], ratio)
-                    scale_output(projection[1], 1 / ratio)
+                    yield Edit(projection[0], ratio)
+                    yield from scale_output(projection[1], 1 / ratio)
                 ratio *= alpha / new_alpha
-                scale_output(writer, beta / (ratio * new_beta))
+                yield from scale_output(writer, beta / (ratio * new_beta))
+            case Restart(reads):
+                yield from read(reads, ratio)
+                ratio = 1.0
             case Tap(name):
                 taps[name] = ratio
             case Concatenate(linear, name):
                 width = linear.out_features
-                multiply(Slot(linear, "weight", columns=(0, width)), ratio)
-                multiply(Slot(linear, "weight", columns=(width, linear.in_features)), taps[name])
+                yield Edit(Slot(linear, "weight", columns=(0, width)), ratio)
+                yield Edit(Slot(linear, "weight", columns=(width, linear.in_features)), taps[name])
                 ratio = 1.0
             case Add(linear, name):
-                multiply(Slot(linear, "weight"), taps[name])
-                scale_output(linear, 1 / ratio)
+                yield Edit(Slot(linear, "weight"), taps[name] / ratio)
+                if linear.bias is not None:
+                    yield Edit(Slot(linear, "bias"), 1 / ratio)
+    if stream.ends_raw and abs(ratio - 1) > 1e-9:
+        raise UserError(
+            "The end of this residual stream is read by something unknown, so weights cannot make up for other "
+            "shortcuts: describe the network with anechoic.families.describe."
+        )
 
 
-def read(reads: Read, ratio: float) -> None:
+def starting_ratio(stream: Stream, factors: Factors) -> float:
+    """1, or what makes the ratio 1 at the end, where the stream itself is put out and all of it can be written anew."""
+    through = not any(isinstance(event, Restart | Concatenate) for event in stream.events)
+    if not (stream.ends_raw and through and stream.events and isinstance(stream.events[0], Write)):
+        return 1.0
+    ratio = 1.0
+    for shortcut, (new_alpha, _) in zip(stream.shortcuts, factors, strict=True):
+        ratio *= new_alpha / shortcut.factors[0]
+    return ratio
+
+
+def read(reads: Read, ratio: float) -> Iterator[Edit]:
     for norm in reads.norms:
-        norm.eps = norm.eps / ratio**2  # type: ignore[operator, assignment]
+        yield Edit(Slot(norm, "eps"), ratio**-2)
     for slot in reads.maps:
-        multiply(slot, ratio)
+        yield Edit(slot, ratio)
 
 
-def scale_output(module: nn.Module, factor: float) -> None:
+def scale_output(module: nn.Module, factor: float) -> Iterator[Edit]:
     """Multiply what an affine module puts out."""
-    for name, _ in module.named_parameters(recurse=False):
-        multiply(Slot(module, name), factor)
+    names = [name for name, _ in module.named_parameters(recurse=False)]
+    if factor != 1 and not names:
+        raise UserError(
+            f"A branch that ends in {type(module).__name__} without parameters cannot be rescaled: decay it without "
+            f"preserve."
+        )
+    for name in names:
+        yield Edit(Slot(module, name), factor)
+
+
+def _check_distinct(todo: Sequence[Edit]) -> None:
+    seen: set[tuple[int, str, object]] = set()
+    for slot, _ in todo:
+        value = getattr(slot.owner, slot.name)
+        key = (id(value), "", slot.columns) if isinstance(value, Tensor) else (id(slot.owner), slot.name, None)
+        if key in seen:
+            raise UserError(
+                f"{type(slot.owner).__name__}.{slot.name} serves in several places of the stream, and no one factor "
+                f"suits them all: untie the blocks first."
+            )
+        seen.add(key)
 
 
 def multiply(slot: Slot, factor: float) -> None:
     value = getattr(slot.owner, slot.name)
+    if value is None:  # an RMSNorm without eps uses that of its dtype
+        value = torch.finfo(next(slot.owner.parameters()).dtype).eps
     if not isinstance(value, Tensor):
         setattr(slot.owner, slot.name, value * factor)
     elif slot.columns is None:
