@@ -58,6 +58,31 @@ def parameter_groups(
     return list(groups.values())
 
 
+def match_scales(
+    groups: Iterable[Mapping[str, Any]], factors: Mapping[str, float], *, eps: float = 1e-8
+) -> list[dict[str, Any]]:
+    """Split AdamW's groups so that a parameter which is c times another network's moves c times as far.
+
+    Its gradient is 1 / c of the other's, so the step is the same with lr * c, eps / c and weight_decay / c. factors maps
+    names to c (1 where absent), as surgery.weight_factors gives it for a network converted with preserve=True.
+    """
+    split: list[dict[str, Any]] = []
+    for group in groups:
+        by_factor: dict[float, dict[str, Any]] = {}
+        for name, parameter in zip(group["names"], group["params"], strict=True):
+            factor = factors.get(name, 1.0)
+            scaled = {
+                "weight_decay": group["weight_decay"] / factor,
+                "lr_scale": group["lr_scale"] * factor,
+                "eps": eps / factor,
+            }
+            part = by_factor.setdefault(factor, {**group, **scaled, "params": [], "names": []})
+            part["params"].append(parameter)
+            part["names"].append(name)
+        split += by_factor.values()
+    return split
+
+
 def learning_rate(
     seen: int, *, samples: int, lr: float, warmup: float, schedule: Literal["cosine", "constant"], min_lr: float = 0.0
 ) -> float:
