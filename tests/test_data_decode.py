@@ -37,11 +37,11 @@ def as_tensor(image: Image.Image) -> torch.Tensor:
     return torch.from_numpy(array[:, :, None] if array.ndim == 2 else array).permute(2, 0, 1)
 
 
-@pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "JPEG", "WEBP"])
-@pytest.mark.parametrize("mode", ["RGB", "L"])
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [*((kind, mode) for kind in ("PNG", "BMP", "TIFF", "JPEG") for mode in ("RGB", "L")), ("WEBP", "RGB")],
+)
 def test_formats_give_pillows_pixels(kind: str, mode: str) -> None:
-    if kind == "WEBP" and mode == "L":
-        pytest.skip("WebP stores no greyscale")
     data = encode(noise(mode), kind)
     with Image.open(io.BytesIO(data)) as image:
         assert torch.equal(decode(data), as_tensor(image.convert("RGB")))

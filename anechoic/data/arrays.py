@@ -130,7 +130,7 @@ def open_array(path: Path, *, labels: bool, channels: int) -> Array:
             arrays = {name: loaded[name] for name in loaded.files}
     except UserError:
         raise
-    except (ValueError, EOFError, BadZipFile, OSError) as error:
+    except (ValueError, TypeError, EOFError, BadZipFile, OSError) as error:
         raise UserError(f"{str(path)!r} is not a complete NumPy file ({error}); save it again with numpy.") from error
     numbers = _npz_labels(arrays, path) if labels else None
     classes = tuple(map(str, arrays["classes"])) if "classes" in arrays and labels else None

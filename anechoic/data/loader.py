@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import signal
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -212,12 +212,17 @@ class Loader:
             batch_size=None,
             num_workers=self.workers,
             worker_init_fn=_leave_signals_to_parent,
+            collate_fn=_as_is,
         )
         for batch, bad in loader:
             if bad:
                 self.source.note_skipped(bad)
             if batch is not None:
                 yield batch
+
+
+def _as_is(item: Any) -> Any:
+    return item
 
 
 def _leave_signals_to_parent(worker: int) -> None:
