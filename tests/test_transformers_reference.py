@@ -1,4 +1,4 @@
-"""Against transformers: its randomly initialised ViTMAE and ViT, loaded into ours, give equal hidden states and loss."""
+"""Against transformers: its randomly initialised ViTMAE and ViT, loaded into ours, give equal states and loss."""
 
 import pytest
 import torch
