@@ -7,6 +7,7 @@ Arrays or tensors in, numbers or arrays out; nothing here runs a network, reads 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -98,7 +99,9 @@ class Correlation(NamedTuple):
     high: float
 
 
-def pearson(x: np.ndarray, y: np.ndarray, *, confidence: float = 0.95) -> Correlation:
+def pearson(
+    x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray, *, confidence: float = 0.95
+) -> Correlation:
     """Pearson's coefficient of two series (n,) with the interval tanh(atanh(r) ± z / sqrt(n - 3)) of Fisher.
 
     The interval needs four points; a series that does not vary has no coefficient.

@@ -8,6 +8,7 @@ are one more layer; -1 is the last.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
@@ -207,3 +208,29 @@ def block_statistics(
     found["token_norm"] = [token_norm(tokens).item() for tokens in stream]
     found["branch_ratio"] = [(branch / shortcut.clamp(min=1e-12)).item() for branch, shortcut in norms]
     return found
+
+
+def block_gains(model: nn.Module) -> list[float]:
+    """What each block leaves of its input on the identity path: the product of the alphas of its Shortcuts."""
+    return [
+        math.prod(float(part.alpha) for part in block.modules() if isinstance(part, Shortcut))
+        for block in blocks_of(model)
+    ]
+
+
+@torch.inference_mode()
+def block_ratios(
+    model: nn.Module, images: Tensor, *, forward: Callable[[Tensor], object] | None = None
+) -> list[float | None]:
+    """Per block, mean ||x_out - gain x_in|| / mean ||gain x_in|| over tokens: what it adds over what it keeps.
+
+    None where a block changes the shape of the stream.
+    """
+    with evaluating(model), capture(model) as stream:
+        (forward or trunk(model))(images)
+    ratios: list[float | None] = []
+    for gain, before, after in zip(block_gains(model), stream[:-1], stream[1:], strict=True):
+        kept = gain * before
+        same = before.shape == after.shape
+        ratios.append((token_norm(after - kept) / token_norm(kept).clamp(min=1e-12)).item() if same else None)
+    return ratios

@@ -14,6 +14,10 @@ VERBS = {
     "recipes": "catalogue",
     "pretrain": "training",
     "train": "training",
+    "embed": "judging",
+    "knn": "judging",
+    "probe": "judging",
+    "analyze": "judging",
 }
 
 

@@ -21,7 +21,7 @@ from anechoic.analysis import as_tensor
 from anechoic.errors import UserError
 from anechoic.evals.logistic import fit_logistic
 
-REGULARISERS = tuple(float(r) for r in np.logspace(-4, 0.5, 10))
+REGULARISERS = tuple(float(r) for r in np.logspace(-6, 0, 10))
 
 
 class Setting(NamedTuple):

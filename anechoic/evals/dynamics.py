@@ -1,0 +1,87 @@
+"""Training dynamics of a set of runs: effective rank and probe accuracy at every checkpoint, and how they go together.
+
+At each point that all runs have reached, Pearson's coefficient across the runs (which differ in alpha_min) relates rank
+and accuracy. It trains nothing. (Figure 5.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from anechoic.analysis import effective_rank, pearson
+from anechoic.checkpoint import checkpoints
+from anechoic.errors import UserError
+from anechoic.evals.encoders import run_encoder
+from anechoic.evals.knn import knn_accuracy
+from anechoic.evals.labelled import labelled_features, open_labelled
+from anechoic.evals.probe import logistic_probe
+from anechoic.features import Pooling
+
+
+def checkpoints_of(run: str | Path) -> list[Path]:
+    found = checkpoints(Path(run) / "checkpoints")
+    if not found:
+        raise UserError(f"{run} has no checkpoints; train it, and keep them with --save.keep-every N.")
+    return found
+
+
+def dynamics(
+    runs: Sequence[str | Path],
+    *,
+    train: str,
+    test: str | None = None,
+    holdout: float = 0.2,
+    seed: int = 0,
+    pooling: Pooling = "class",
+    judge: Literal["logistic", "knn"] = "logistic",
+    device: str = "auto",
+) -> dict[str, list[dict[str, Any]]]:
+    """points: a row per run and checkpoint; correlations: a row per `seen` at which every run has a checkpoint.
+
+    Rank is that of the last layer on the test part, row-centred as in the paper and column-centred beside it.
+    """
+    points = []
+    for run in runs:
+        for path in checkpoints_of(run):
+            encoder = run_encoder(path)
+            labelled = open_labelled(train, test, holdout=holdout, seed=seed, channels=encoder.channels)
+            features = labelled_features(encoder, labelled, poolings=(pooling,), device=device)
+            (x,), (x_test,) = features.train.values(), features.test.values()
+            y, y_test = features.train_labels, features.test_labels
+            if judge == "logistic":
+                accuracy = logistic_probe(x, y, x_test, y_test, seed=seed).accuracy
+            else:
+                k = min(20, len(x))
+                accuracy = knn_accuracy(x, y, x_test, y_test, ks=(k,))[k]
+            rows, columns = (effective_rank(x_test, centre=centre) for centre in ("rows", "columns"))
+            points.append(
+                {
+                    "run": str(run),
+                    "alpha_min": encoder.model.config.alpha_min,  # type: ignore[union-attr]
+                    "seen": int(path.name),
+                    "accuracy": accuracy,
+                    "entropy_rows": rows.entropy,
+                    "rank_rows": rows.rank,
+                    "entropy_columns": columns.entropy,
+                    "rank_columns": columns.rank,
+                }
+            )
+    return {"points": points, "correlations": correlations(points, num_runs=len(runs))}
+
+
+def correlations(points: Sequence[dict[str, Any]], *, num_runs: int) -> list[dict[str, Any]]:
+    """Pearson's r of entropy (the paper's rank) and accuracy across runs, at every `seen` common to all of them."""
+    rows = []
+    for seen in sorted({point["seen"] for point in points}):
+        here = [point for point in points if point["seen"] == seen]
+        if len(here) < max(2, num_runs):
+            continue
+        accuracy = [point["accuracy"] for point in here]
+        row: dict[str, Any] = {"seen": seen, "runs": len(here)}
+        for centre in ("rows", "columns"):
+            found = pearson([point[f"entropy_{centre}"] for point in here], accuracy)
+            row |= {f"r_{centre}": found.r, f"low_{centre}": found.low, f"high_{centre}": found.high}
+        rows.append(row)
+    return rows

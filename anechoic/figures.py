@@ -1,0 +1,200 @@
+"""Pictures: t-SNE, reconstructions, maps, neighbours, rank over depth and over training, as PNG and SVG.
+
+The only file that imports matplotlib; arrays in, files out, nothing computed. Lines and classes differ in marker and
+dash as well as in shade, so that every picture can be read in black and white. (Figures 3 to 7.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from anechoic.errors import UserError
+
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
+DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (6, 2, 2, 2)))
+# Dark to light with distinct lightness, so that they stay apart in grey.
+SHADES = ("#1b1b3a", "#5f2c82", "#a33b6b", "#d1603d", "#3a7d44", "#2a6f97", "#8d99ae", "#e0a458", "#6b705c", "#c9ada7")
+STYLE: Any = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 9,
+    "legend.frameon": False,
+    "svg.hashsalt": "anechoic",
+    "svg.fonttype": "none",
+}
+
+
+def save(figure: Figure, path: str | Path) -> list[Path]:
+    """Write path.png and path.svg; the same picture gives the same bytes."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    png, svg = path.parent / f"{path.name}.png", path.parent / f"{path.name}.svg"
+    FigureCanvasAgg(figure)
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(png, dpi=150, bbox_inches="tight", metadata={"Software": None})
+        figure.savefig(svg, bbox_inches="tight", metadata={"Date": None, "Creator": None})
+    return [png, svg]
+
+
+def panels(rows: int, columns: int, *, width: float, height: float) -> tuple[Figure, np.ndarray]:
+    """A figure of rows x columns axes, each width x height inches."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+        axes = figure.subplots(rows, columns, squeeze=False)
+    return figure, axes
+
+
+def draw_tsne(
+    points: np.ndarray, labels: np.ndarray, path: str | Path, *, names: Sequence[str], title: str = ""
+) -> list[Path]:
+    """points (n, 2), labels (n,) into names: one marker and shade per class (Figure 3)."""
+    figure, axes = panels(1, 1, width=5.2, height=4.2)
+    axis: Axes = axes[0, 0]
+    for i, label in enumerate(np.unique(labels)):
+        chosen = points[labels == label]
+        axis.scatter(
+            chosen[:, 0],
+            chosen[:, 1],
+            s=14,
+            marker=MARKERS[i % len(MARKERS)],
+            color=SHADES[i % len(SHADES)],
+            edgecolors="white",
+            linewidths=0.3,
+            label=names[int(label)],
+        )
+    axis.set(xticks=[], yticks=[], xlabel="t-SNE 1", ylabel="t-SNE 2", title=title)
+    axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), markerscale=1.4)
+    return save(figure, path)
+
+
+def draw_reconstructions(
+    images: np.ndarray, hidden: np.ndarray, predictions: np.ndarray, path: str | Path, *, title: str = ""
+) -> list[Path]:
+    """images, predictions (n, H, W, C) in 0 .. 1, hidden (n, H, W) bool: original, what is seen, what is predicted.
+
+    The last column shows predictions at hidden places only, visible pixels elsewhere (Figure 6).
+    """
+    seen = np.where(hidden[..., None], 0.5, images)
+    mixed = np.where(hidden[..., None], predictions, images)
+    columns = [("original", images), ("visible", seen), ("prediction", predictions), ("visible + prediction", mixed)]
+    figure, axes = panels(len(images), len(columns), width=1.3, height=1.3)
+    for row, i in enumerate(range(len(images))):
+        for column, (name, pictures) in enumerate(columns):
+            show(axes[row, column], pictures[i], title=name if row == 0 else "")
+            if name == "visible":
+                # Hatching marks hidden patches even where the image itself is grey.
+                axes[row, column].contourf(hidden[i], levels=[0.5, 1.5], colors="none", hatches=["////"], alpha=0)
+    figure.suptitle(title, fontsize=9)
+    return save(figure, path)
+
+
+def draw_maps(images: np.ndarray, maps: np.ndarray, path: str | Path, *, title: str = "") -> list[Path]:
+    """images (n, H, W, C) and RGB maps (n, h, w, 3), both in 0 .. 1: the image above, its map below (Figure 4)."""
+    columns = min(8, len(images))
+    lines = -(-len(images) // columns)
+    figure, axes = panels(2 * lines, columns, width=1.3, height=1.3)
+    for axis in axes.flat:
+        axis.set_axis_off()
+    for i in range(len(images)):
+        line, column = divmod(i, columns)
+        show(axes[2 * line, column], images[i])
+        show(axes[2 * line + 1, column], maps[i])
+    figure.suptitle(title, fontsize=9)
+    return save(figure, path)
+
+
+def draw_neighbours(
+    queries: np.ndarray,
+    neighbours: np.ndarray,
+    path: str | Path,
+    *,
+    similarities: np.ndarray,
+    correct: np.ndarray | None = None,
+    title: str = "",
+) -> list[Path]:
+    """queries (n, H, W, C), neighbours (n, k, H, W, C), similarities (n, k); correct (n, k) frames wrong labels."""
+    n, k = neighbours.shape[:2]
+    figure, axes = panels(n, k + 1, width=1.1, height=1.25)
+    for row in range(n):
+        show(axes[row, 0], queries[row], title="query" if row == 0 else "")
+        for column in range(k):
+            axis = axes[row, column + 1]
+            wrong = correct is not None and not correct[row, column]
+            show(axis, neighbours[row, column], title=f"{similarities[row, column]:.2f}" + (" ✗" if wrong else ""))
+            if wrong:
+                axis.set_axis_on()
+                axis.set(xticks=[], yticks=[])
+                for spine in axis.spines.values():
+                    spine.set(visible=True, linewidth=2, linestyle="--")
+    figure.suptitle(title, fontsize=9)
+    return save(figure, path)
+
+
+def draw_layers(
+    curves: Mapping[str, Mapping[str, Sequence[float | None]]], path: str | Path, *, title: str = ""
+) -> list[Path]:
+    """panel -> line -> value per layer: one panel for each measure, one line for each encoder or pooling (Figure 7)."""
+    figure, axes = panels(1, len(curves), width=3.2, height=2.6)
+    for axis, (measure, lines) in zip(axes[0], curves.items(), strict=True):
+        for i, (name, values) in enumerate(lines.items()):
+            known = [(layer, value) for layer, value in enumerate(values) if value is not None]
+            if known:
+                axis.plot(*zip(*known, strict=True), **line_style(i), label=name)
+        axis.set(xlabel="layer (0: embedding)", title=measure)
+        axis.set_ylim(bottom=min(0, axis.get_ylim()[0]))
+    axes[0, 0].legend()
+    figure.suptitle(title, fontsize=9)
+    return save(figure, path)
+
+
+def draw_dynamics(found: Mapping[str, Sequence[Mapping[str, Any]]], path: str | Path) -> list[Path]:
+    """Rank, accuracy and their correlation across runs, over samples seen (Figure 5)."""
+    points, correlations = found["points"], found["correlations"]
+    if not points:
+        raise UserError("There are no checkpoints to draw; train the runs with --save.keep-every N.")
+    figure, axes = panels(1, 3, width=3.2, height=2.6)
+    panel_of = (("entropy_rows", "effective rank (entropy)"), ("accuracy", "accuracy"))
+    for axis, (key, name) in zip(axes[0], panel_of, strict=False):
+        for i, run in enumerate(dict.fromkeys(point["run"] for point in points)):
+            own = [point for point in points if point["run"] == run]
+            label = f"alpha_min {own[0]['alpha_min']:g}"
+            axis.plot([p["seen"] for p in own], [p[key] for p in own], **line_style(i), label=label)
+        axis.set(xlabel="samples seen", title=name)
+    axes[0, 0].legend()
+    last = axes[0, 2]
+    seen = [row["seen"] for row in correlations]
+    last.plot(seen, [row["r_rows"] for row in correlations], **line_style(0), label="Pearson r")
+    low, high = ([row[f"{end}_rows"] for row in correlations] for end in ("low", "high"))
+    last.fill_between(seen, low, high, alpha=0.25, color=SHADES[6], label="95 % interval")
+    last.axhline(0, color="black", linewidth=0.5)
+    last.set(xlabel="samples seen", title="rank and accuracy across runs", ylim=(-1.05, 1.05))
+    last.legend()
+    return save(figure, path)
+
+
+def line_style(i: int) -> dict[str, Any]:
+    return {
+        "color": SHADES[i % len(SHADES)],
+        "linestyle": DASHES[i % len(DASHES)],
+        "marker": MARKERS[i % len(MARKERS)],
+        "markersize": 4,
+        "linewidth": 1.3,
+    }
+
+
+def show(axis: Axes, picture: np.ndarray, *, title: str = "") -> None:
+    """One image (H, W, C) in 0 .. 1 without ticks; one channel as grey, the first three of more."""
+    picture = np.clip(picture, 0, 1)
+    picture = picture[..., 0] if picture.shape[-1] < 3 else picture[..., :3]
+    axis.imshow(picture, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+    axis.set_title(title, fontsize=8)
+    axis.set_axis_off()
