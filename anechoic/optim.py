@@ -63,8 +63,8 @@ def match_scales(
 ) -> list[dict[str, Any]]:
     """Split AdamW's groups so that a parameter which is c times another network's moves c times as far.
 
-    Its gradient is 1 / c of the other's, so the step is the same with lr * c, eps / c and weight_decay / c. factors maps
-    names to c (1 where absent), as surgery.weight_factors gives it for a network converted with preserve=True.
+    Its gradient is 1 / c of the other's, so the step is the same with lr * c, eps / c and weight_decay / c. factors
+    maps names to c (1 where absent), as surgery.weight_factors gives it for a network converted with preserve=True.
     """
     split: list[dict[str, Any]] = []
     for group in groups:
