@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from anechoic.errors import UserError
 from anechoic.models import build, family_of, from_json, to_json
+from anechoic.models.layers import check_marks
 from anechoic.run import read_json, write_json
 
 log = logging.getLogger("anechoic")
@@ -123,7 +124,7 @@ def verify(path: Path) -> dict[str, Any]:
         for name, expected in state["checksums"].items():
             if checksum(path / name) != expected:
                 raise DamagedError(f"{name} is not what was written")
-    except (OSError, ValueError, KeyError, AttributeError) as problem:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise DamagedError(str(problem)) from problem
     return state
 
@@ -246,10 +247,13 @@ def start_from(model: Any, path: str | Path) -> None:
     weights = source.state_dict()
     if into_vit and model.config.positions == "learned" and "positions" not in weights:
         weights["positions"] = F.pad(source.positions * source.config.position_scale, (0, 0, 1, 0))
-    try:
-        missing, unexpected = model.load_state_dict(weights, strict=False)
-    except RuntimeError as problem:
-        raise UserError(f"The weights in {path} are of another size: {problem}") from problem
-    strangers = [name for name in (*missing, *unexpected) if not (into_vit and name.startswith(("head", "norm.")))]
+    own = model.state_dict()
+    strangers = [name for name in own.keys() ^ weights.keys() if not (into_vit and name.startswith(("head", "norm.")))]
+    strangers += [name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape]
+    check_marks(model, weights)
     if strangers:
-        raise UserError(f"The weights in {path} are of another network ({', '.join(strangers[:3])}, ...).")
+        raise UserError(
+            f"The weights in {path} do not fit this network (they differ in {min(strangers)} and {len(strangers) - 1} "
+            "more): give the run the same model and options."
+        )
+    model.load_state_dict(weights, strict=False)

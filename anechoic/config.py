@@ -39,6 +39,9 @@ NotNegative = Annotated[float, Range(0.0)]
 Share = Annotated[float, Range(0.0, 1.0)]
 
 
+PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+
+
 def parse_options(words: list[str]) -> dict[str, Any]:
     """["dim=48", "skips=false"] -> {"dim": 48, "skips": False}; a value that is not JSON is text."""
     options = {}
@@ -47,7 +50,7 @@ def parse_options(words: list[str]) -> dict[str, Any]:
         if not (name and equals):
             raise ValueError(f"{word!r} is not of the form NAME=VALUE")
         try:
-            options[name.replace("-", "_")] = json.loads(text.lower() if text in ("True", "False", "None") else text)
+            options[name.replace("-", "_")] = json.loads(PYTHON_WORDS.get(text, text))
         except json.JSONDecodeError:
             options[name.replace("-", "_")] = text
     return options

@@ -100,7 +100,7 @@ def _worker(function: Callable[..., Any], arguments: tuple) -> tuple[str, Any]:
         return "interrupted", problem.signal_number
 
 
-def die_with_parent(*, every: float = 0.5) -> None:
+def die_with_parent(*, every: float = 0.2) -> None:
     """End this process soon after its launcher, however that died: a killed launcher leaves no orphans."""
     parent = os.getppid()
 

@@ -23,6 +23,8 @@ log = logging.getLogger("anechoic")
 
 # Fields of a metrics line that depend on the clock; everything else is reproduced bit for bit.
 CLOCK_FIELDS = ("seconds", "images_per_second")
+# Seconds to wait for a run directory's lock before it counts as taken.
+PATIENCE = 2.0
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -148,14 +150,20 @@ class Run:
 
 
 def _take(lock: BinaryIO, path: Path) -> None:
-    """Lock the open file or say who holds it."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.seek(0)
-        owner = lock.read().decode() or "another process"
-        lock.close()
-        raise UserError(f"The run directory {path} is in use by {owner}: wait for it or choose another.") from None
+    """Lock the open file or say who holds it; processes of a launcher that was just killed get a moment to go."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() < deadline:
+                time.sleep(0.1)
+                continue
+            lock.seek(0)
+            owner = lock.read().decode() or "another process"
+            lock.close()
+            raise UserError(f"The run directory {path} is in use by {owner}: wait for it or choose another.") from None
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
     lock.flush()

@@ -1,0 +1,154 @@
+"""A run directory: its lock outlives nobody, its metrics survive cut lines and full disks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import anechoic.run
+from anechoic.errors import UserError
+from anechoic.run import Run, read_json, read_metrics, write_json
+
+HOLD = """
+import sys, time
+from anechoic.run import Run
+run = Run(sys.argv[1])
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(anechoic.run, "PATIENCE", 0.0)
+
+
+def test_a_second_process_is_refused_and_a_killed_one_leaves_no_lock(tmp_path):
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=f"in use by process {holder.pid} on .*: wait for it or choose another"):
+            Run(tmp_path)
+    finally:
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        holder.stdout.close()
+    with Run(tmp_path):
+        pass
+
+
+def test_a_run_is_free_again_after_it_is_closed(tmp_path):
+    for _ in range(2):
+        with Run(tmp_path / "run"), pytest.raises(UserError, match=f"process {os.getpid()}"):
+            Run(tmp_path / "run")
+
+
+def test_waits_a_moment_for_a_process_that_is_going(tmp_path, monkeypatch):
+    monkeypatch.setattr(anechoic.run, "PATIENCE", 60.0)
+    code = HOLD.replace("time.sleep(600)", "time.sleep(0.5)")
+    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    with Run(tmp_path):
+        assert holder.wait() == 0
+    holder.stdout.close()
+
+
+def test_a_place_that_cannot_be_a_directory_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        Run(tmp_path / "file")
+
+
+def test_json_is_replaced_as_a_whole(tmp_path):
+    path = tmp_path / "a.json"
+    write_json(path, {"x": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"x": 2, "y": object()})
+    assert read_json(path) == {"x": 1}
+    path.write_text("{")
+    with pytest.raises(UserError, match="cannot be read"):
+        read_json(path)
+
+
+def records(*seen):
+    return [{"kind": "train", "seen": value, "loss": 1 / (value + 1)} for value in seen]
+
+
+def test_metrics_are_appended_and_rewound(tmp_path):
+    with Run(tmp_path) as run:
+        for record in records(8, 16, 24, 32):
+            run.append(record)
+        run.rewind(16)
+        assert read_metrics(tmp_path) == records(8, 16)
+        run.append(*records(24))
+    with Run(tmp_path) as run:
+        run.append(*records(32))
+    assert read_metrics(tmp_path) == records(8, 16, 24, 32)
+
+
+def test_a_cut_line_is_dropped(tmp_path):
+    with Run(tmp_path) as run:
+        for record in records(8, 16):
+            run.append(record)
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"kind": "train", "se')
+    assert read_metrics(tmp_path) == records(8, 16)
+    with Run(tmp_path) as run:
+        run.rewind(16)
+        run.append(*records(24))
+    assert [json.loads(line) for line in path.read_text().splitlines()] == records(8, 16, 24)
+
+
+def test_rewinding_an_empty_run_is_nothing(tmp_path):
+    with Run(tmp_path) as run:
+        run.rewind(100)
+        assert read_metrics(tmp_path) == []
+
+
+FULL = """
+import resource, sys
+from anechoic.run import Run, read_metrics
+with Run(sys.argv[1]) as run:
+    run.append({"seen": 1})
+    size = (run.path / "metrics.jsonl").stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 5, resource.RLIM_INFINITY))
+    run.append({"seen": 2})
+    run.append({"seen": 3})
+    assert [r["seen"] for r in read_metrics(run.path)] == [1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    run.append({"seen": 4})
+"""
+
+
+def test_lines_that_do_not_fit_wait_for_room(tmp_path):
+    """The system refuses to let the file grow in the middle of a line, and later allows it."""
+    done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "the run goes on and will try again" in done.stderr
+    assert [record["seen"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_config_is_frozen_at_the_first_start(tmp_path):
+    with Run(tmp_path) as run:
+        assert run.read_config() is None
+        run.start({"a": 1})
+        run.start({"a": 2})
+        assert run.read_config() == {"a": 1}
+    environment = read_json(tmp_path / "env.json")
+    assert len(environment["starts"]) == 2
+    assert environment["machine"]["cores"] >= 1
+    assert time.strptime(environment["starts"][0]["time"], "%Y-%m-%dT%H:%M:%S%z")
+
+
+def test_skipped_images_are_listed_once(tmp_path, caplog):
+    with Run(tmp_path) as run:
+        run.list_skipped([])
+        assert not (tmp_path / "skipped.json").exists()
+        run.list_skipped([("a.jpg", "cut short")])
+        run.list_skipped([("a.jpg", "cut short")])
+    assert read_json(tmp_path / "skipped.json") == [{"name": "a.jpg", "reason": "cut short"}]
+    assert len(caplog.records) == 1
