@@ -10,7 +10,7 @@ B batch, C channels, H height, W width. Every process writes x_t = alpha(t) * da
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, ClassVar, final
 
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from anechoic.draws import Draws
 from anechoic.errors import UserError
-from anechoic.objectives import Objective, Samples
 
 
 def per_sample(values: Tensor, x: Tensor) -> Tensor:
@@ -218,6 +217,9 @@ def process_named(name: str) -> Process:
 
 # ---- objectives -----------------------------------------------------------------------------------------------------
 
+# (model, batch with images and labels, draws) -> {"loss": scalar}
+Objective = Callable[[Any, Any, Draws], dict[str, Tensor]]
+
 
 def drop_labels(labels: Tensor, draws: Draws, *, probability: float, null: int) -> Tensor:
     """(B,) labels, each replaced by the null class with the given probability."""
@@ -243,7 +245,7 @@ def denoising(process: Process) -> Objective:
     Time, noise and label drop of a sample are functions of (seed, sample, visit).
     """
 
-    def loss(model: Any, batch: Samples, draws: Draws) -> dict[str, Tensor]:
+    def loss(model: Any, batch: Any, draws: Draws) -> dict[str, Tensor]:
         images = batch.images
         labels = training_labels(model.config, batch.labels, draws)
         noise = draws.normal("noise", *images.shape[1:]).to(images)

@@ -60,6 +60,8 @@ def supervised(*, label_smoothing: float = 0.0) -> Objective:
 OBJECTIVES: dict[str, str] = {
     "masked_reconstruction": "anechoic.objectives:masked_reconstruction",
     "supervised": "anechoic.objectives:supervised",
+    "noise_prediction": "anechoic.diffusion:noise_prediction",
+    "flow_matching": "anechoic.diffusion:flow_matching",
 }
 # These read labels, so the engine asks the data for them.
 NEED_LABELS = {"supervised"}

@@ -54,7 +54,7 @@ class Guidance:
 
 @dataclass
 class NetworkDenoiser:
-    """A network as a denoiser, for labels (B,) or none; `evaluations` counts its forward passes.
+    """A network as a denoiser, for labels (B,) or none; `evaluations` counts its forward passes, `tick` hears of each.
 
     With guidance, the conditional and the null prediction are one pass over a doubled batch.
     """
@@ -64,10 +64,12 @@ class NetworkDenoiser:
     labels: Tensor | None = None
     guidance: Guidance | None = None
     null: int | None = None
+    tick: Callable[[], object] = lambda: None
     evaluations: int = 0
 
     def __call__(self, x: Tensor, t: Tensor) -> Tensor:
         self.evaluations += 1
+        self.tick()
         time = self.process.network_time(t).to(device=x.device, dtype=torch.float32).expand(len(x))
         if self.guidance is None or self.guidance.is_none:
             return self.model(x, time, self.labels)
@@ -332,6 +334,7 @@ def sample_batch(
     guidance: Guidance | None = None,
     null: int | None = None,
     order: int = 3,
+    tick: Callable[[], object] = lambda: None,
 ) -> tuple[Tensor, int]:
     """Samples (B, *shape) of the images `ids` (B,) of a seed, and the number of network evaluations.
 
@@ -341,7 +344,7 @@ def sample_batch(
     def normal(purpose: str, step: int) -> Tensor:
         return Draws(seed, ids, torch.full_like(ids, step)).normal(purpose, *shape)
 
-    denoise = NetworkDenoiser(model, process, labels=labels, guidance=guidance, null=null)
+    denoise = NetworkDenoiser(model, process, labels=labels, guidance=guidance, null=null, tick=tick)
     with torch.inference_mode():
         x = solve(
             denoise,

@@ -28,7 +28,10 @@ STATISTICS_SAMPLES = 256
 NEIGHBOURS = 20
 
 # Objective -> "module:function" of (model, images), which runs a network that takes more than images to be looked at.
-CLEAN_FORWARD: dict[str, str] = {}
+CLEAN_FORWARD: dict[str, str] = {
+    "noise_prediction": "anechoic.diffusion:encode_clean_noise",
+    "flow_matching": "anechoic.diffusion:encode_clean_flow",
+}
 
 
 class Samples(NamedTuple):
