@@ -377,6 +377,7 @@ def due(seen: int, every: int | None, batch_size: int) -> bool:
 def save(run: Run, config: Config, *, seen: int, tensors: dict, card: dict, state: dict) -> bool:
     """Write a checkpoint and delete old ones; False, with a warning, if the disk is full or does not allow it."""
     try:
+        run.flush()
         checkpoint.save(run.checkpoints, seen=seen, tensors=tensors, card=card, state=state)
         checkpoint.prune(run.checkpoints, keep_last=config.save.keep_last, keep_every=config.save.keep_every)
     except OSError as problem:
@@ -430,10 +431,11 @@ def diverged_sentence(seen: int, config: Config, run_dir: Path) -> str:
 def finish(config: Config, run: Run | None, *, seconds: float) -> dict[str, Any]:
     """Write the model directory and results.json: the last values of everything that was measured."""
     assert run is not None, "only the first process finishes"
-    metrics: dict[str, Any] = {}
-    for record in read_metrics(run.path):
-        metrics |= {name: value for name, value in record.items() if name not in ("kind", "seconds")}
     try:
+        run.flush()
+        metrics: dict[str, Any] = {}
+        for record in read_metrics(run.path):
+            metrics |= {name: value for name, value in record.items() if name not in ("kind", "seconds")}
         checkpoint.export_weights(run.path)
         results = Outcome(
             config=to_json(config), metrics=metrics, seed=config.seed, seconds=round(seconds, 3)

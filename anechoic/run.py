@@ -111,12 +111,17 @@ class Run:
         """One more line of metrics.jsonl; if the disk refuses, it waits in memory for the next one."""
         self._pending += json.dumps(record).encode() + b"\n"
         try:
-            with open(self.path / "metrics.jsonl", "ab") as file:
-                file.truncate(self._length)  # a write that failed may have left half a line
-                file.write(self._pending)
+            self.flush()
         except OSError as problem:
             log.warning("metrics.jsonl cannot be written now (%s); the run goes on and will try again.", problem)
-            return
+
+    def flush(self) -> None:
+        """Write the lines that wait, and force them onto the disk; OSError if it refuses."""
+        with open(self.path / "metrics.jsonl", "ab") as file:
+            file.truncate(self._length)  # a write that failed may have left half a line
+            file.write(self._pending)
+            file.flush()
+            os.fsync(file.fileno())
         self._length += len(self._pending)
         self._pending = b""
 
