@@ -14,10 +14,17 @@ VERBS = {
     "recipes": "catalogue",
     "pretrain": "training",
     "train": "training",
+    "bench": "measuring",
     "embed": "judging",
     "knn": "judging",
     "probe": "judging",
     "analyze": "judging",
+    "segment": "judging",
+    "sample": "generating",
+    "frechet": "generating",
+    "encode-latents": "generating",
+    "export": "shipping",
+    "import-weights": "shipping",
 }
 
 

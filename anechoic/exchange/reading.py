@@ -1,0 +1,111 @@
+"""Reading somebody's checkpoint: tensors by name and the JSON beside them, never code.
+
+Which network the tensors belong to is decided in importing.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from anechoic.errors import UserError
+
+# In this order of preference: averaged weights are what a diffusion checkpoint is released for.
+WRAPPERS = ("ema", "model", "state_dict", "module")
+PREFIXES = ("module.", "_orig_mod.")
+IN_FOLDER = ("model.safetensors", "pytorch_model.bin", "diffusion_pytorch_model.safetensors")
+
+
+class Checkpoint(NamedTuple):
+    """tensors by name; settings: the folder's config.json; processor: its preprocessor_config.json; wrapper: the entry
+    of the file that held the tensors."""
+
+    tensors: dict[str, Tensor]
+    settings: dict[str, Any]
+    processor: dict[str, Any]
+    wrapper: str | None
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """A .safetensors, .pth, .pt or .bin file, or a folder with one and its config.json."""
+    if not path.exists():
+        raise UserError(f"There is no checkpoint {path}.")
+    if path.is_dir():
+        return _read_folder(path)
+    tensors, wrapper = _unwrap(_read_file(path), path)
+    return Checkpoint(tensors, {}, {}, wrapper)
+
+
+def _read_folder(folder: Path) -> Checkpoint:
+    files = [folder / name for name in IN_FOLDER if (folder / name).is_file()]
+    if not files:
+        raise UserError(
+            f"{folder} holds none of {', '.join(IN_FOLDER)}: give the folder of one model, or the file itself."
+        )
+    tensors, wrapper = _unwrap(_read_file(files[0]), files[0])
+    return Checkpoint(tensors, _json(folder / "config.json"), _json(folder / "preprocessor_config.json"), wrapper)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        data = json.loads(path.read_text())
+    except ValueError as problem:
+        raise UserError(f"{path} is not valid JSON ({problem}).") from problem
+    return data if isinstance(data, dict) else {}
+
+
+def _read_file(path: Path) -> Any:
+    if path.suffix == ".safetensors":
+        try:
+            return load_file(path)
+        except (SafetensorError, OSError) as problem:
+            raise UserError(
+                f"{path} is not a complete safetensors file ({problem}): copy or download it again."
+            ) from problem
+    # Training checkpoints of MAE and SiT carry their command line as a Namespace, which holds data only.
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as problem:
+        raise UserError(
+            f"{path} holds more than tensors and plain values, and loading it could run code: ask for a safetensors "
+            f"file, or convert it where you trust it."
+        ) from problem
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as problem:
+        raise UserError(
+            f"{path} cannot be read as a checkpoint ({_first_line(problem)}): copy or download it again."
+        ) from problem
+
+
+def _first_line(problem: Exception) -> str:
+    return (str(problem).splitlines() or [type(problem).__name__])[0]
+
+
+def _unwrap(data: Any, path: Path) -> tuple[dict[str, Tensor], str | None]:
+    """The state dict inside a training checkpoint, without the prefixes of parallel and compiled modules."""
+    wrapper = None
+    if isinstance(data, Mapping) and not any(isinstance(value, Tensor) for value in data.values()):
+        wrapper = next((name for name in WRAPPERS if isinstance(data.get(name), Mapping)), None)
+        data = data[wrapper] if wrapper else data
+    if not isinstance(data, Mapping):
+        raise UserError(f"{path} holds a {type(data).__name__}, not a dictionary of tensors.")
+    tensors = {str(name): value for name, value in data.items() if isinstance(value, Tensor)}
+    if not tensors:
+        raise UserError(
+            f"{path} holds no tensors under {', '.join(WRAPPERS)} or at its top: it is no model checkpoint."
+        )
+    for prefix in PREFIXES:
+        if all(name.startswith(prefix) for name in tensors):
+            tensors = {name.removeprefix(prefix): value for name, value in tensors.items()}
+    return tensors, wrapper
