@@ -210,6 +210,23 @@ def block_statistics(
     return found
 
 
+@torch.inference_mode()
+def patch_maps(model: nn.Module, images: Tensor) -> Tensor:
+    """The last block's patch tokens in their places, (B, h, w, D); square images only."""
+    with evaluating(model), capture(model) as stream:
+        trunk(model)(images)
+    last = stream[-1]
+    if last.ndim == 4:
+        return last.permute(0, 2, 3, 1)
+    tokens = last[:, prefix_tokens(model) :]
+    side = math.isqrt(tokens.shape[1])
+    if side**2 != tokens.shape[1]:
+        raise UserError(
+            "The patches of this model do not form a square, so there is no map of them; use square images."
+        )
+    return tokens.unflatten(1, (side, side))
+
+
 def block_gains(model: nn.Module) -> list[float]:
     """What each block leaves of its input on the identity path: the product of the alphas of its Shortcuts."""
     return [

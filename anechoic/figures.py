@@ -6,9 +6,10 @@ dash as well as in shade, so that every picture can be read in black and white. 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 import matplotlib
 import numpy as np
@@ -17,6 +18,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from anechoic.errors import UserError
+
+P = ParamSpec("P")
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
 DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (6, 2, 2, 2)))
@@ -28,6 +31,7 @@ STYLE: Any = {
     "axes.spines.right": False,
     "axes.titlesize": 9,
     "legend.frameon": False,
+    "hatch.linewidth": 0.4,
     "svg.hashsalt": "anechoic",
     "svg.fonttype": "none",
 }
@@ -39,20 +43,29 @@ def save(figure: Figure, path: str | Path) -> list[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     png, svg = path.parent / f"{path.name}.png", path.parent / f"{path.name}.svg"
     FigureCanvasAgg(figure)
-    with matplotlib.rc_context(STYLE):
-        figure.savefig(png, dpi=150, bbox_inches="tight", metadata={"Software": None})
-        figure.savefig(svg, bbox_inches="tight", metadata={"Date": None, "Creator": None})
+    figure.savefig(png, dpi=150, bbox_inches="tight", metadata={"Software": None})
+    figure.savefig(svg, bbox_inches="tight", metadata={"Date": None, "Creator": None})
     return [png, svg]
+
+
+def styled(draw: Callable[P, list[Path]]) -> Callable[P, list[Path]]:
+    """The drawing function under STYLE; matplotlib's global settings stay as they were."""
+
+    @functools.wraps(draw)
+    def drawn(*args: P.args, **kwargs: P.kwargs) -> list[Path]:
+        with matplotlib.rc_context(STYLE):
+            return draw(*args, **kwargs)
+
+    return drawn
 
 
 def panels(rows: int, columns: int, *, width: float, height: float) -> tuple[Figure, np.ndarray]:
     """A figure of rows x columns axes, each width x height inches."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
-        axes = figure.subplots(rows, columns, squeeze=False)
-    return figure, axes
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False)
 
 
+@styled
 def draw_tsne(
     points: np.ndarray, labels: np.ndarray, path: str | Path, *, names: Sequence[str], title: str = ""
 ) -> list[Path]:
@@ -76,6 +89,7 @@ def draw_tsne(
     return save(figure, path)
 
 
+@styled
 def draw_reconstructions(
     images: np.ndarray, hidden: np.ndarray, predictions: np.ndarray, path: str | Path, *, title: str = ""
 ) -> list[Path]:
@@ -92,11 +106,12 @@ def draw_reconstructions(
             show(axes[row, column], pictures[i], title=name if row == 0 else "")
             if name == "visible":
                 # Hatching marks hidden patches even where the image itself is grey.
-                axes[row, column].contourf(hidden[i], levels=[0.5, 1.5], colors="none", hatches=["////"], alpha=0)
+                axes[row, column].contourf(hidden[i], levels=[0.5, 1.5], colors="none", hatches=["//////"])
     figure.suptitle(title, fontsize=9)
     return save(figure, path)
 
 
+@styled
 def draw_maps(images: np.ndarray, maps: np.ndarray, path: str | Path, *, title: str = "") -> list[Path]:
     """images (n, H, W, C) and RGB maps (n, h, w, 3), both in 0 .. 1: the image above, its map below (Figure 4)."""
     columns = min(8, len(images))
@@ -112,6 +127,7 @@ def draw_maps(images: np.ndarray, maps: np.ndarray, path: str | Path, *, title: 
     return save(figure, path)
 
 
+@styled
 def draw_neighbours(
     queries: np.ndarray,
     neighbours: np.ndarray,
@@ -121,7 +137,7 @@ def draw_neighbours(
     correct: np.ndarray | None = None,
     title: str = "",
 ) -> list[Path]:
-    """queries (n, H, W, C), neighbours (n, k, H, W, C), similarities (n, k); correct (n, k) frames wrong labels."""
+    """queries (n, H, W, C), neighbours (n, k, H, W, C), similarities (n, k); where correct (n, k) is false, a cross."""
     n, k = neighbours.shape[:2]
     figure, axes = panels(n, k + 1, width=1.1, height=1.25)
     for row in range(n):
@@ -130,15 +146,11 @@ def draw_neighbours(
             axis = axes[row, column + 1]
             wrong = correct is not None and not correct[row, column]
             show(axis, neighbours[row, column], title=f"{similarities[row, column]:.2f}" + (" ✗" if wrong else ""))
-            if wrong:
-                axis.set_axis_on()
-                axis.set(xticks=[], yticks=[])
-                for spine in axis.spines.values():
-                    spine.set(visible=True, linewidth=2, linestyle="--")
     figure.suptitle(title, fontsize=9)
     return save(figure, path)
 
 
+@styled
 def draw_layers(
     curves: Mapping[str, Mapping[str, Sequence[float | None]]], path: str | Path, *, title: str = ""
 ) -> list[Path]:
@@ -156,6 +168,7 @@ def draw_layers(
     return save(figure, path)
 
 
+@styled
 def draw_dynamics(found: Mapping[str, Sequence[Mapping[str, Any]]], path: str | Path) -> list[Path]:
     """Rank, accuracy and their correlation across runs, over samples seen (Figure 5)."""
     points, correlations = found["points"], found["correlations"]

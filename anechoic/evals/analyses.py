@@ -22,7 +22,7 @@ from anechoic.evals.encoders import Encoder, baselines
 from anechoic.evals.explain import explain
 from anechoic.evals.knn import nearest
 from anechoic.evals.report import grid
-from anechoic.features import Pooling, capture, evaluating, prefix_tokens, trunk
+from anechoic.features import Pooling, evaluating, patch_maps
 from anechoic.models import family_of
 from anechoic.models.layers import Network, patchify, unpatchify
 
@@ -110,7 +110,11 @@ def draw_all(
             ]
             for pooling in dict.fromkeys(row["pooling"] for row in rows if row["encoder"] == encoder.name)
         }
-        for key, name in (("rank_rows", "effective rank"), ("cka", "CKA with the embedding"))
+        for key, name in (
+            ("rank_rows", "effective rank"),
+            ("rank_columns", "effective rank, centred"),
+            ("cka", "CKA with the embedding"),
+        )
         if all(key in row for row in rows if row["encoder"] == encoder.name)
     }
     drawn = figures.draw_layers(curves, folder / "layers", title=encoder.name)
@@ -123,10 +127,10 @@ def draw_all(
         points = tsne(last[which], seed=seed)
         drawn += figures.draw_tsne(points, labels[which], folder / "tsne", names=names, title=encoder.name)
     drawn += draw_nearest(encoder, images, last, None if source.labels is None else labels, folder)
-    if tokens_form_a_grid(encoder, images):
-        colours = token_colours(encoder, images[:16])
-        shown = to_pixels(encoder, images[:16])
-        drawn += figures.draw_maps(shown, colours, folder / "maps", title="first three singular vectors of the patches")
+    if encoder.widths[-1] >= 3:
+        colours = eigenvector_colours(patch_maps(encoder.model, images[:16])).numpy(force=True)
+        title = "first three singular vectors of the patches"
+        drawn += figures.draw_maps(to_pixels(encoder, images[:16]), colours, folder / "maps", title=title)
     if isinstance(encoder.model, Network) and family_of(encoder.model.config) == "mae":
         found = reconstructions(encoder, images[:6], seed=seed)
         kind = "normalised patches" if encoder.model.config.norm_pix else "pixels"  # type: ignore[attr-defined]
@@ -168,26 +172,6 @@ def to_pixels(encoder: Encoder, images: Tensor) -> np.ndarray:
     shape = (1, -1, 1, 1)
     std, mean = (torch.tensor(values, device=images.device).view(shape) for values in (encoder.std, encoder.mean))
     return (images * std + mean).clamp(0, 1).permute(0, 2, 3, 1).numpy(force=True)
-
-
-def patch_tokens(encoder: Encoder, images: Tensor) -> Tensor:
-    """The last block's patch tokens as maps (n, h, w, D), for square images."""
-    with torch.inference_mode(), evaluating(encoder.model), capture(encoder.model) as stream:
-        trunk(encoder.model)(images)
-        tokens = stream[-1][:, prefix_tokens(encoder.model) :]
-    side = round(tokens.shape[1] ** 0.5)
-    return tokens.reshape(len(images), side, side, -1).clone()
-
-
-def tokens_form_a_grid(encoder: Encoder, images: Tensor) -> bool:
-    with torch.inference_mode(), evaluating(encoder.model), capture(encoder.model) as stream:
-        trunk(encoder.model)(images[:1])
-    count = stream[-1].shape[1] - prefix_tokens(encoder.model)
-    return stream[-1].ndim == 3 and count > 3 and round(count**0.5) ** 2 == count
-
-
-def token_colours(encoder: Encoder, images: Tensor) -> np.ndarray:
-    return eigenvector_colours(patch_tokens(encoder, images)).numpy(force=True)
 
 
 @torch.inference_mode()
