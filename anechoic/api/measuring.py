@@ -1,0 +1,53 @@
+"""How fast it is: the verb that measures this library beside its peers on this machine."""
+
+from __future__ import annotations
+
+import difflib
+import time
+from importlib import import_module
+from pathlib import Path
+
+from anechoic.errors import UserError
+from anechoic.outcome import Outcome, package_version
+
+# What can be measured -> the module that does: `run(options) -> rows`, and `PEERS`, the packages it compares with.
+BENCHMARKS = {
+    "data": "anechoic.benchmarks.data",
+}
+
+
+def bench(
+    what: str = "all", /, *, rounds: int = 5, images: Path | None = None, small: str = "", workers: int = 0
+) -> Outcome:
+    """Measure speed against peers, taking turns with them on this machine.
+
+    Example: anechoic bench data --images imagenette/train --small cifar100/train.parquet
+
+    Args:
+        what: data, or all.
+        rounds: how many turns each contestant takes; the median and the range of the ratios are shown.
+        images: for data, a folder of JPEGs; JPEGs are made from the embedded scenes if it is not given.
+        small: for data, a source of small images; the embedded scenes if it is not given.
+        workers: for data, worker processes of both loaders.
+    """
+    if what not in (*BENCHMARKS, "all"):
+        near = difflib.get_close_matches(what, BENCHMARKS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(BENCHMARKS)} or all."
+        raise UserError(f"There is no benchmark {what!r}; {hint}")
+    if rounds < 1 or workers < 0:
+        raise UserError("A benchmark needs at least one round, and workers of 0 or more.")
+    from anechoic.benchmarks.timing import Options, table
+
+    start = time.perf_counter()
+    options = Options(rounds=rounds, images=str(images or ""), small=small, workers=workers)
+    rows, peers = [], {}
+    for name in BENCHMARKS if what == "all" else [what]:
+        module = import_module(BENCHMARKS[name])
+        rows += [{"benchmark": name, **row} for row in module.run(options)]
+        peers.update({package: package_version(package) for package in module.PEERS})
+    return Outcome(
+        config={"what": what, "rounds": rounds, "images": str(images or ""), "small": small, "workers": workers},
+        metrics={"rows": rows, "peers": peers},
+        seconds=time.perf_counter() - start,
+        text=table(rows),
+    )

@@ -1,0 +1,1 @@
+"""Speed against peers and against the machine's own limit, measured side by side in one run."""

@@ -1,0 +1,168 @@
+"""The data pipeline against the usual one, Pillow in a DataLoader, and against the training step it has to feed."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
+
+from anechoic.benchmarks.timing import Options, interleave, row
+from anechoic.data import Loader, Scenes, Source, decoding, normalise, open_source
+from anechoic.data.files import Files
+from anechoic.errors import UserError
+from anechoic.models import build_model
+from anechoic.recipes.pocket import pocket_mae_cifar100
+
+PEERS = ("pillow", "simplejpeg")
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+JPEG_SIZE, BATCH, BATCHES = 64, 64, 8
+MADE_UP_JPEGS, MADE_UP_SMALL = 500, 10_000
+
+
+class PillowCrops(Dataset):
+    """What most training code does: decode, crop, resize and flip with Pillow, then a float tensor, normalised."""
+
+    def __init__(self, paths: list[Path], *, size: int):
+        self.paths, self.size = paths, size
+        self.mean, self.std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        with Image.open(self.paths[index]) as file:
+            image = file.convert("RGB")
+        image = image.crop(random_box(*image.size)).resize((self.size, self.size), Image.Resampling.BICUBIC)
+        if random.random() < 0.5:
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous().to(torch.float32).div(255)
+        return pixels.sub_(self.mean).div_(self.std)
+
+
+def random_box(width: int, height: int) -> tuple[int, int, int, int]:
+    """A random resized crop as Pillow wants it: left, upper, right, lower."""
+    for _ in range(10):
+        area = width * height * random.uniform(0.2, 1)
+        aspect = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            left, upper = random.randint(0, width - w), random.randint(0, height - h)
+            return left, upper, left + w, upper + h
+    return 0, 0, width, height
+
+
+def endless(loader: DataLoader) -> Iterator[torch.Tensor]:
+    while True:
+        yield from loader
+
+
+def run(options: Options) -> list[dict[str, Any]]:
+    """JPEGs decoded by Pillow, by simplejpeg and from the cache, each against the peer; small images against a step."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(options.images) if options.images else make_jpegs(Path(temporary))
+        rows = jpeg_rows(folder, rounds=options.rounds, workers=options.workers)
+    small = open_source(options.small) if options.small else Scenes(MADE_UP_SMALL, size=32)
+    return [*rows, step_row(small, rounds=options.rounds)]
+
+
+def make_jpegs(folder: Path) -> Path:
+    """JPEGs of a usual size from embedded scenes, for machines without a folder of photographs."""
+    source = Scenes(MADE_UP_JPEGS, size=224)
+    for k, image in enumerate(source.read_many(range(len(source)))):
+        assert isinstance(image, torch.Tensor)
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(folder / f"{k:04d}.jpg", quality=90)
+    return folder
+
+
+def jpeg_rows(folder: Path, *, rounds: int, workers: int) -> list[dict[str, Any]]:
+    """The same batches of 64 px crops, normalised floats, from the same files with the same number of workers."""
+    source = open_source(folder)
+    if not isinstance(source, Files):
+        raise UserError(
+            f"This benchmark needs a folder of JPEGs, and {str(folder)!r} is something else; give one with --images."
+        )
+    paths = [folder / source.name(k) for k in range(len(source))]
+    peer = endless(
+        DataLoader(PillowCrops(paths, size=JPEG_SIZE), BATCH, shuffle=True, drop_last=True, num_workers=workers)
+    )
+
+    def ours(*, cache: bool) -> Callable[[], None]:
+        loader = Loader(source, image_size=JPEG_SIZE, batch_size=BATCH, shuffle=True, workers=workers, cache=cache)
+        batches = iter(loader)
+        # Workers keep the decoder they were started with.
+        first = next(batches)
+        assert first.images.shape == (BATCH, 3, JPEG_SIZE, JPEG_SIZE)
+
+        def work() -> None:
+            for batch in itertools.islice(batches, BATCHES):
+                normalise(batch.images, MEAN, STD)
+
+        return work
+
+    def pillow_only(work: Callable[[], None]) -> Callable[[], None]:
+        def timed() -> None:
+            fast, decoding.simplejpeg = decoding.simplejpeg, None
+            try:
+                work()
+            finally:
+                decoding.simplejpeg = fast
+
+        return timed
+
+    contestants: dict[str, Callable[[], object]] = {
+        "Pillow and DataLoader": lambda: list(itertools.islice(peer, BATCHES))
+    }
+    fast, decoding.simplejpeg = decoding.simplejpeg, None
+    contestants["decoded by Pillow"] = pillow_only(ours(cache=False))
+    decoding.simplejpeg = fast
+    if fast is not None:
+        contestants["decoded by simplejpeg"] = ours(cache=False)
+    contestants["from the cache"] = ours(cache=True)
+    timing = interleave(contestants, rounds=rounds)
+    return [
+        row(
+            f"{BATCH * BATCHES} random crops of {JPEG_SIZE} px from JPEGs, {workers} workers, {name}",
+            timing,
+            ours=name,
+            peer="Pillow and DataLoader",
+            items=BATCH * BATCHES,
+        )
+        for name in contestants
+        if name != "Pillow and DataLoader"
+    ]
+
+
+def step_row(source: Source, *, rounds: int) -> dict[str, Any]:
+    """A batch from the cache against a training step of the pocket masked autoencoder; under 5 % is a ratio over 20."""
+    config = pocket_mae_cifar100()
+    batch_size, image_size = config.optim.batch_size, config.data.image_size
+    assert isinstance(batch_size, int)
+    assert isinstance(image_size, int)
+    batches = iter(Loader(source, image_size=image_size, batch_size=batch_size, shuffle=True))
+    model = build_model(config.model.name, image_size=image_size, **config.model.options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    images = normalise(next(batches).images, MEAN, STD)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(images).loss.backward()
+        optimizer.step()
+
+    timing = interleave(
+        {"ours": lambda: normalise(next(batches).images, MEAN, STD), "pocket training step": step}, rounds=2 * rounds
+    )
+    return row(
+        f"a batch of {batch_size} crops of {image_size} px from the cache",
+        timing,
+        peer="pocket training step",
+        items=batch_size,
+    )
