@@ -12,14 +12,13 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from anechoic.data.source import BadImage, Source, digest
@@ -98,19 +97,21 @@ def draw_latents(moments: Tensor, noise: Tensor, *, scale: float) -> Tensor:
 
 
 def crop_square(image: Tensor, size: int) -> Tensor:
-    """uint8 (C, H, W) -> (C, size, size): halved by 2 x 2 means while twice as large, then bicubic, then the centre.
+    """uint8 (C, H, W), grey or colour -> (C, size, size): halved (box) while twice as large, bicubic, then the centre.
 
-    The crop of Dhariwal & Nichol 2021, which the published latent models were trained on.
+    The crop of Dhariwal & Nichol 2021, which the published latent models were trained on, done by the same library.
     """
-    x = image[None].to(torch.float32)
-    while min(x.shape[-2:]) >= 2 * size:
-        x = F.avg_pool2d(x, 2).round()
-    factor = size / min(x.shape[-2:])
-    height, width = (max(size, round(side * factor)) for side in x.shape[-2:])
-    if (height, width) != tuple(x.shape[-2:]):
-        x = F.interpolate(x, size=(height, width), mode="bicubic", antialias=True).round().clamp(0, 255)
-    top, left = (height - size) // 2, (width - size) // 2
-    return x[0, :, top : top + size, left : left + size].to(torch.uint8)
+    from PIL import Image
+
+    array = image.permute(1, 2, 0).numpy()
+    picture = Image.fromarray(array[..., 0] if array.shape[2] == 1 else array)
+    while min(picture.size) >= 2 * size:
+        picture = picture.resize((picture.width // 2, picture.height // 2), Image.Resampling.BOX)
+    factor = size / min(picture.size)
+    picture = picture.resize((round(picture.width * factor), round(picture.height * factor)), Image.Resampling.BICUBIC)
+    left, top = (picture.width - size) // 2, (picture.height - size) // 2
+    pixels = np.asarray(picture.crop((left, top, left + size, top + size)))
+    return torch.from_numpy(pixels.copy()).view(size, size, -1).permute(2, 0, 1)
 
 
 # ---- the cache ------------------------------------------------------------------------------------------------------
@@ -211,40 +212,63 @@ def read_card(path: str | Path) -> LatentCard:
         raise UserError(f"{path} is not a directory of latents; write one with anechoic encode-latents.") from error
 
 
-class Latents:
-    """A cache on disk, memory-mapped. Sample i is image i // 2, mirrored if i is odd."""
+class Latents(Source):
+    """A cache on disk, memory-mapped, as a source of moments. Sample i is image i // 2, mirrored if i is odd."""
 
-    def __init__(self, path: str | Path) -> None:
+    resident = True
+
+    def __init__(self, path: str | Path, *, labels: bool = False) -> None:
+        super().__init__()
         self.path = Path(path)
         self.card = read_card(path)
         file = self.path / MOMENTS
         expected = 4 * math.prod(self.card.shape)
         if not file.is_file() or file.stat().st_size != expected:
             raise UserError(f"{file} does not have the {expected} bytes its card promises; encode the latents again.")
-        self.moments = np.memmap(file, dtype=np.float32, mode="r", shape=self.card.shape)
-        labels = self.path / LABELS
-        self.labels = np.load(labels).repeat(2) if labels.exists() else None
-        self.classes = self.card.classes
+        if labels and not (self.path / LABELS).exists():
+            raise UserError(f"The latents in {path} have no labels; encode data that has them.")
+        self.labels = np.load(self.path / LABELS).repeat(2) if labels else None
+        self.classes = self.card.classes if labels else None
+        self.channels = self.card.shape[2] // 2
         self.fingerprint = digest(json.dumps(asdict(self.card), sort_keys=True))
+        self.transform = DrawLatents(self.card.scale)
+        self.moments = self.map()
+
+    def map(self) -> np.memmap:
+        return np.memmap(self.path / MOMENTS, dtype=np.float32, mode="r", shape=self.card.shape)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker process maps the file again instead of receiving a copy.
+        return {**self.__dict__, "moments": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.moments = self.map()
 
     def __len__(self) -> int:
-        return 2 * len(self.moments)
+        return 2 * self.card.shape[0]
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(C, h, w) of a latent."""
-        doubled, height, width = self.moments.shape[2:]
-        return doubled // 2, height, width
+    def name(self, index: int) -> str:
+        return f"{index // 2}{' mirrored' if index % 2 else ''}"
 
-    def read(self, index: int) -> Tensor:
-        """Moments float32 (2 C, h, w) of sample `index`."""
+    def read(self, index: int, *, min_side: int | None = None) -> Tensor:
+        """Moments float32 (2 C, h, w)."""
         return torch.from_numpy(np.array(self.moments[index // 2, index % 2]))
 
-    def draw(self, ids: Tensor, visits: Tensor, *, seed: int) -> Tensor:
-        """Scaled latents (B, C, h, w) of samples `ids`, new at each visit, a function of (seed, id, visit)."""
-        moments = torch.stack([self.read(i) for i in ids.tolist()])
-        noise = Draws(seed, ids, visits).normal("latent", *self.shape)
-        return draw_latents(moments, noise, scale=self.card.scale)
+
+@dataclass(frozen=True)
+class DrawLatents:
+    """Stands where images have their augmentation: moments become scaled latents, new at each visit of a sample."""
+
+    scale: float
+
+    def __call__(self, moments: Sequence[Tensor], *, image_size: int, draws: Draws) -> Tensor:
+        """B moments (2 C, h, w) -> (B, C, h, w) float32."""
+        stacked = torch.stack(list(moments))
+        doubled, height, width = stacked.shape[1:]
+        if (height, width) != (image_size, image_size):
+            raise UserError(f"These latents are {height} x {width}: set the image size to {height}, not {image_size}.")
+        return draw_latents(stacked, draws.normal("latent", doubled // 2, height, width), scale=self.scale)
 
 
 def matching_scale(card: LatentCard, vae: Any, *, given: float | None = None) -> float:
