@@ -1,0 +1,358 @@
+"""decay, fold and preserve on networks of other libraries: laws that hold for every family."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from families_zoo import CASES, IMAGES, fresh, vit, with_reference_blocks
+from torch import nn
+
+import anechoic
+from anechoic import decay, fold, shortcuts
+from anechoic.shortcut import linear
+from anechoic.surgery import weight_factors
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+every_family = pytest.mark.parametrize("case", CASES)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    made = {}
+    return lambda case: made.setdefault(case, fresh(case))
+
+
+def output(case, model):
+    with torch.no_grad():
+        return CASES[case].call(model)
+
+
+@every_family
+def test_alpha_one_is_the_original_bit_for_bit(case, plain):
+    model = plain(case)
+    joined = decay(model, 1.0)
+    # torch replaces a layer of its own by one fused kernel; every other family must agree in every bit.
+    tolerance = 1e-12 if case.startswith("torch-") else 0
+    torch.testing.assert_close(output(case, joined), output(case, model), atol=tolerance, rtol=0)
+    torch.manual_seed(7)
+    expected = CASES[case].call(copy.deepcopy(model).train())
+    torch.manual_seed(7)
+    torch.testing.assert_close(CASES[case].call(joined.train()), expected, atol=0, rtol=0)
+
+
+@every_family
+def test_decay_is_the_written_out_formula(case, plain):
+    model = plain(case)
+    decayed = decay(model, 0.6)
+    infos = shortcuts(decayed)
+    alphas = linear(CASES[case].branches, 0.6)
+    assert [info.alpha for info in infos] == alphas
+    reference = with_reference_blocks(copy.deepcopy(model), alphas)
+    torch.testing.assert_close(output(case, decayed), output(case, reference), atol=1e-12, rtol=1e-12)
+    assert (output(case, decayed) - output(case, model)).abs().max() > 1e-2
+
+
+@every_family
+def test_preserve_keeps_the_function(case, plain):
+    model = plain(case)
+    preserved = decay(model, 0.6, preserve=True)
+    assert shortcuts(preserved)[-1].alpha == 0.6
+    torch.testing.assert_close(output(case, preserved), output(case, model), atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(output(case, fold(preserved)), output(case, model), atol=1e-10, rtol=1e-10)
+
+
+@every_family
+def test_fold_gives_the_plain_class_back(case, plain):
+    model = plain(case)
+    decayed = decay(model, 0.6)
+    folded = fold(decayed)
+    torch.testing.assert_close(output(case, folded), output(case, decayed), atol=1e-10, rtol=1e-10)
+    assert [type(module) for module in folded.modules()] == [type(module) for module in model.modules()]
+    model_again = copy.deepcopy(model)
+    model_again.load_state_dict(folded.state_dict(), strict=True)
+
+
+@every_family
+def test_checkpoints_of_the_original_load_and_it_is_never_edited(case, plain):
+    model = plain(case)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    classes = [type(module) for module in model.modules()]
+    decayed = decay(model, 0.6, preserve=True)
+    decayed.load_state_dict(model.state_dict(), strict=True)
+    torch.testing.assert_close(output(case, decay(model, 0.6)).isfinite().all(), torch.tensor(True))
+    assert [type(module) for module in model.modules()] == classes
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+@every_family
+def test_gradients_reach_every_parameter_that_had_one(case, plain):
+    def reached(model):
+        CASES[case].call(model.train()).square().sum().backward()
+        return {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+    model = plain(case)
+    torch.manual_seed(3)
+    before = reached(copy.deepcopy(model))
+    torch.manual_seed(3)
+    assert before == reached(decay(model, 0.6)) != set()
+
+
+@every_family
+def test_copies_and_pickles_train_alike(case, plain):
+    decayed = decay(plain(case), 0.6)
+    buffer = io.BytesIO()
+    torch.save(decayed, buffer)
+    buffer.seek(0)
+    others = [copy.deepcopy(decayed), pickle.loads(pickle.dumps(decayed)), torch.load(buffer, weights_only=False)]
+    losses = [two_steps(case, model) for model in (decayed, *others)]
+    assert losses[1:] == losses[:1] * 3
+    assert losses[0][0] != losses[0][1]
+
+
+def two_steps(case, model, forward=None):
+    """The losses before and after one step of training."""
+    model.eval()  # no drop path: the same numbers whatever runs the network
+    optimiser = torch.optim.SGD(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(2):
+        loss = CASES[case].call(forward or model).square().mean()
+        losses.append(loss.item())
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    return losses
+
+
+ONE_PER_LIBRARY = [
+    "timm-vit",
+    "timm-resnet",
+    "torchvision-resnet",
+    "transformers-dinov2",
+    "diffusers-dit",
+    "torch-encoder",
+]
+
+
+@pytest.mark.parametrize("case", ONE_PER_LIBRARY)
+def test_compiled_networks_train_alike(case, plain):
+    decayed = decay(plain(case), 0.6)
+    expected = two_steps(case, copy.deepcopy(decayed))
+    torch.compiler.reset()
+    decayed.compile(backend="aot_eager")
+    assert two_steps(case, decayed) == pytest.approx(expected, rel=1e-9)
+
+
+def train_in_process(rank, folder, cases):
+    """One of two processes: each case trains two steps on its half of what the single process sees twice."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    losses = {}
+    for case in cases:
+        model = decay(fresh(case), 0.6).eval()
+        losses[case] = two_steps(case, model, Parallel(DistributedDataParallel(model, find_unused_parameters=True)))
+    torch.save(losses, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+class Parallel:
+    """DDP's wrapper called like the network inside it."""
+
+    def __init__(self, wrapped):
+        self.wrapped = wrapped
+
+    def parameters(self):
+        return self.wrapped.parameters()
+
+    def __call__(self, *args, **kwargs):
+        return self.wrapped(*args, **kwargs)
+
+
+def test_two_processes_train_alike(plain, tmp_path):
+    expected = {case: two_steps(case, decay(plain(case), 0.6)) for case in ONE_PER_LIBRARY}
+    torch.multiprocessing.spawn(train_in_process, args=(str(tmp_path), ONE_PER_LIBRARY), nprocs=2)
+    for rank in (0, 1):
+        losses = torch.load(tmp_path / f"{rank}.pt")
+        for case, values in expected.items():
+            assert losses[case] == pytest.approx(values, rel=1e-9)
+
+
+# ---- choices
+
+
+@pytest.mark.parametrize("case", ["timm-vit", "transformers-bert", "torch-encoder"])
+def test_only_decays_one_kind(case, plain):
+    alphas = [info.alpha for info in shortcuts(decay(plain(case), 0.5, only="mlp"))]
+    assert alphas == [1.0 if i % 2 == 0 else alpha for i, alpha in enumerate(linear(6, 0.5))]
+
+
+def test_auto_depends_on_depth_alone(plain):
+    expected = anechoic.alpha_min_for(6)
+    assert shortcuts(decay(plain("timm-vit"), "auto"))[-1].alpha == max(0.5, expected)
+
+
+def test_a_listed_schedule_is_used_as_it_is(plain):
+    alphas = [1.0, 0.9, 0.9, 0.8, 0.8, 0.7]
+    infos = shortcuts(decay(plain("timm-vit"), schedule=alphas))
+    assert [info.alpha for info in infos] == alphas
+    assert infos[-1].gain == pytest.approx(1 * 0.9 * 0.9 * 0.8 * 0.8 * 0.7)
+    assert infos[2].name == "blocks.1.shortcut1"
+    with pytest.raises(anechoic.errors.UserError, match="lists 2 alphas"):
+        decay(plain("timm-vit"), schedule=[1.0, 0.9])
+
+
+def test_zero_init_starts_from_the_decayed_identity():
+    encoder = fresh("torch-encoder")
+    started = decay(encoder, 0.6, zero_init=True)
+    x = torch.randn(2, 5, 24, dtype=torch.float64)
+    expected = started.norm(anechoic.effective_decay(linear(6, 0.6)) * x)
+    torch.testing.assert_close(started(x), expected)
+
+
+def test_shortcuts_lists_what_decay_would_find(plain):
+    model = plain("transformers-vit-mae")
+    infos = shortcuts(model)
+    assert [info.name for info in infos][:2] == ["vit.layers.0.shortcut1", "vit.layers.0.shortcut2"]
+    assert len(infos) == 6, "the decoder stays plain"
+    assert not any(isinstance(module, anechoic.Shortcut) for module in model.modules())
+
+
+def test_a_model_around_the_model_is_fine(plain):
+    """Blocks are found wherever they are, and two networks have a schedule each."""
+    pair = nn.ModuleDict({"a": copy.deepcopy(plain("timm-vit")), "b": fresh("torch-encoder")})
+    infos = shortcuts(decay(pair, 0.6, preserve=True))
+    assert [info.alpha for info in infos] == linear(6, 0.6) * 2
+    assert infos[6].gain == 1
+
+
+def test_factors_of_weights_are_the_gains(plain):
+    preserved = decay(plain("timm-vit"), 0.6, preserve=True)
+    factors = weight_factors(preserved)
+    gains = [info.gain for info in shortcuts(preserved)]
+    assert factors["blocks.2.mlp.fc2.weight"] == pytest.approx(gains[-1])
+    assert factors["blocks.0.attn.proj.bias"] == 1
+    for name, value in plain("timm-vit").state_dict().items():
+        torch.testing.assert_close(preserved.state_dict()[name], value * factors.get(name, 1.0))
+
+
+def test_a_resnet_folds_in_training_too(plain):
+    decayed = decay(plain("timm-resnet"), 0.6).train()
+    folded = fold(decayed)
+    assert folded.training
+    torch.testing.assert_close(folded(IMAGES), decayed(IMAGES), atol=1e-10, rtol=1e-10)
+
+
+def test_padding_masks_survive_where_torch_would_use_nested_tensors():
+    encoder = fresh("torch-encoder-post-norm")
+    decayed = decay(encoder, 0.6)
+    x = torch.randn(2, 5, 24, dtype=torch.float64)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.no_grad():
+        full, short = decayed(x, src_key_padding_mask=padding), decayed(x[1:, :3])
+        torch.testing.assert_close(full[1:, :3], short)
+        torch.testing.assert_close(fold(decayed)(x, src_key_padding_mask=padding)[1:, :3], short)
+
+
+# ---- refusals
+
+
+def test_what_nobody_knows_is_refused_with_what_was_looked_for():
+    for act in (decay, fold, shortcuts):
+        with pytest.raises(
+            anechoic.errors.UserError, match=r"Nothing in Sequential.*timm ViT.*TransformerEncoderLayer"
+        ):
+            act(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
+    with pytest.raises(anechoic.errors.UserError, match="Nothing in Linear"):
+        decay(nn.Linear(3, 3), "auto")
+
+
+def test_blocks_in_parallel_are_refused_by_name():
+    pytest.importorskip("timm", reason="timm is what this test is about")
+    from timm.models.vision_transformer import ParallelScalingBlock
+
+    with pytest.raises(anechoic.errors.UserError, match="ParallelScalingBlock is not supported: its attention and MLP"):
+        decay(vit(block_fn=ParallelScalingBlock))
+
+
+def test_a_subclass_with_a_forward_of_its_own_is_refused():
+    class Louder(nn.TransformerEncoderLayer):
+        def forward(self, src, *args, **kwargs):
+            return 2 * super().forward(src, *args, **kwargs)
+
+    with pytest.raises(anechoic.errors.UserError, match=r"Louder derives from .*TransformerEncoderLayer.*register"):
+        decay(nn.Sequential(Louder(24, 2)))
+
+
+def test_a_block_with_unknown_parts_is_refused(plain):
+    model = copy.deepcopy(plain("timm-vit"))
+    model.blocks[1].adapter = nn.Linear(24, 24)
+    with pytest.raises(anechoic.errors.UserError, match=r"Block has unknown parts \(adapter\)"):
+        decay(model)
+
+
+def test_unknown_surroundings_can_be_decayed_but_not_folded():
+    layer = nn.TransformerEncoderLayer(24, 2, 48, batch_first=True, norm_first=True)
+    loose = nn.Sequential(layer, nn.Linear(24, 3))
+    decayed = decay(loose, 0.6)
+    assert len(shortcuts(decayed)) == 2
+    for act in (fold, lambda model: decay(loose, 0.6, preserve=True)):
+        with pytest.raises(anechoic.errors.UserError, match="read by something unknown"):
+            act(decayed)
+
+
+def test_hidden_states_between_layers_cannot_be_rescaled():
+    pytest.importorskip("transformers", reason="transformers is what this test is about")
+    import transformers
+
+    config = transformers.BeitConfig(
+        hidden_size=24, num_hidden_layers=4, num_attention_heads=2, intermediate_size=48, image_size=32, patch_size=8,
+        out_indices=[1, 2, 3, 4], pool_scales=[1], use_auxiliary_head=False,
+    )  # fmt: skip
+    decayed = decay(transformers.BeitForSemanticSegmentation(config), 0.6)
+    assert len(shortcuts(decayed)) == 8
+    with pytest.raises(anechoic.errors.UserError, match="read by something unknown"):
+        fold(decayed)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"), [({"block_args": {"attn_layer": "se"}}, "SE"), ({"act_layer": "gelu"}, "GELU")]
+)
+def test_a_resnet_that_no_factor_passes_is_decayed_but_not_folded(options, reason):
+    pytest.importorskip("timm", reason="timm is what this test is about")
+    from families_zoo import timm_resnet
+
+    decayed = decay(timm_resnet("BasicBlock", **options), 0.6)
+    assert decayed.eval()(torch.zeros(1, 3, 32, 32)).shape == (1, 5)
+    with pytest.raises(anechoic.errors.UserError, match=f"{reason}.* can be decayed, but not folded"):
+        fold(decayed)
+
+
+def test_shared_weights_are_refused():
+    layer = nn.TransformerEncoderLayer(24, 2, 48, batch_first=True, norm_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(24), enable_nested_tensor=False)
+    encoder.layers[1].linear2 = encoder.layers[0].linear2
+    with pytest.raises(anechoic.errors.UserError, match="several places of the stream"):
+        decay(encoder, 0.6, preserve=True)
+
+
+def test_decaying_twice_is_refused(plain):
+    with pytest.raises(anechoic.errors.UserError, match="not plain: fold it first"):
+        decay(decay(plain("timm-vit"), 0.6), 0.6)
+
+
+def test_the_decoder_layers_of_torch_are_refused():
+    with pytest.raises(anechoic.errors.UserError, match="TransformerDecoderLayer is not supported"):
+        decay(nn.TransformerDecoder(nn.TransformerDecoderLayer(24, 2), 1))
+
+
+def test_other_uses_of_the_block_of_dit_are_refused():
+    pytest.importorskip("diffusers", reason="diffusers is what this test is about")
+    from diffusers.models.attention import BasicTransformerBlock
+
+    with pytest.raises(anechoic.errors.UserError, match="used with 'layer_norm'"):
+        decay(nn.Sequential(BasicTransformerBlock(24, 2, 12)))
