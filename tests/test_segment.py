@@ -28,7 +28,7 @@ from anechoic.evals.spectral import (
 
 def dense_graph(tokens, *, neighbours, threshold):
     """The graph by the letter, on dense matrices."""
-    B, per_image, _ = tokens.shape
+    per_image = tokens.shape[1]
     x = F.normalize(tokens.flatten(0, 1), dim=1).double()
     n = len(x)
     similarities = x @ x.T
@@ -91,7 +91,7 @@ def test_loss_and_gradient_are_the_formula_s():
 
 
 def planted(images=6, side=8, seed=0):
-    """Tokens of two kinds, each filling a differently shaped half of every image, with noise; labels (N, side, side)."""
+    """Noisy tokens of two kinds, each filling a differently shaped part of every image; labels (N, side, side)."""
     generator = torch.Generator().manual_seed(seed)
     kinds = F.normalize(torch.randn(2, 16, generator=generator), dim=1)
     labels = torch.zeros(images, side, side, dtype=torch.long)

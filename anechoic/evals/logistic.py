@@ -122,11 +122,12 @@ def minimise(problem: Problem, *, max_iterations: int, tolerance: float) -> tupl
     result, losses, iterations = p.clone(), p.new_zeros(R, dtype=torch.float64), heads.new_zeros(R)
     loss, gradient, curvature = problem.evaluate(p, heads)
     history: list[tuple[Tensor, Tensor]] = []
+    stuck = torch.zeros_like(heads, dtype=torch.bool)
     for iteration in range(max_iterations + 1):
         start = problem.preconditioner(curvature, heads)
         direction = -quasi_newton(gradient, history, start)
         slope = dot(gradient, direction)
-        going = (-slope / 2 > tolerance * loss.clamp(min=1)) & (iteration < max_iterations)
+        going = (-slope / 2 > tolerance * loss.clamp(min=1)) & ~stuck & (iteration < max_iterations)
         result[heads], losses[heads], iterations[heads] = p, loss, iteration
         if not going.all():
             heads, p, direction, slope, loss = heads[going], p[going], direction[going], slope[going], loss[going]
@@ -134,7 +135,7 @@ def minimise(problem: Problem, *, max_iterations: int, tolerance: float) -> tupl
             history = [(s[going], y[going]) for s, y in history]
         if not len(heads):
             break
-        step, new = line_search(problem, p, direction, slope, loss, heads)
+        step, stuck, new = line_search(problem, p, direction, slope, loss, heads)
         history = [*history, (step, new[1] - gradient)][-MEMORY:]
         p = p + step
         loss, gradient, curvature = new
@@ -143,36 +144,52 @@ def minimise(problem: Problem, *, max_iterations: int, tolerance: float) -> tupl
 
 def line_search(
     problem: Problem, p: Tensor, direction: Tensor, slope: Tensor, loss: Tensor, heads: Tensor
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Steps that lower the loss enough (Armijo), halved per head until they do; rounding may end it with no step."""
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Steps that lower the loss enough (Armijo), halved per head until they do, and what is found there.
+
+    A head for which none does is stuck: its loss cannot be lowered any further in this precision.
+    """
     t = torch.ones_like(slope)
     new_loss, new_gradient, new_curvature = problem.evaluate(p + direction, heads)
-    for _ in range(30):
-        bad = (new_loss > loss + 1e-4 * t * slope + 1e-9 * loss.abs()).nonzero()[:, 0]
+    for _ in range(20):
+        bad = (~(new_loss <= loss + 1e-4 * t * slope)).nonzero()[:, 0]
         if not len(bad):
             break
         t[bad] /= 2
         trial = problem.evaluate(p[bad] + t[bad, None, None].float() * direction[bad], heads[bad])
         new_loss[bad], new_gradient[bad], new_curvature[bad] = trial
-    return t[:, None, None].float() * direction, (new_loss, new_gradient, new_curvature)
+    stuck = ~(new_loss <= loss)
+    if stuck.any():
+        t[stuck] = 0
+        new_loss[stuck], new_gradient[stuck], new_curvature[stuck] = problem.evaluate(p[stuck], heads[stuck])
+    return t[:, None, None].float() * direction, stuck, (new_loss, new_gradient, new_curvature)
 
 
 def quasi_newton(gradient: Tensor, history: list[tuple[Tensor, Tensor]], start: Tensor) -> Tensor:
-    """The two-loop recursion: Hessian^-1 gradient, estimated from past steps s, changes y and a diagonal start."""
+    """The two-loop recursion: Hessian^-1 gradient, estimated from past steps s, changes y and a diagonal start.
+
+    Where rounding has left s . y without its sign, which is positive for a convex function, the pair is passed over.
+    """
     q, coefficients = gradient.clone(), []
     for s, y in reversed(history):
-        rho = 1 / dot(s, y).clamp(min=1e-30)
+        rho = reciprocal_of_positive(dot(s, y))
         a = rho * dot(s, q)
         q -= a[:, None, None].float() * y
         coefficients.append((rho, a))
     q = q * start
     if history:
         s, y = history[-1]
-        q *= (dot(s, y) / dot(y, start * y).clamp(min=1e-30))[:, None, None].float()
+        scale = dot(s, y) * reciprocal_of_positive(dot(y, start * y))
+        q *= torch.where(scale > 0, scale, 1.0)[:, None, None].float()
     for (s, y), (rho, a) in zip(history, reversed(coefficients), strict=True):
         b = rho * dot(y, q)
         q += (a - b)[:, None, None].float() * s
     return q
+
+
+def reciprocal_of_positive(x: Tensor) -> Tensor:
+    """1 / x, or 0 where x is not positive."""
+    return torch.where(x > 0, 1 / x.clamp(min=1e-300), 0.0)
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
