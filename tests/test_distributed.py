@@ -1,0 +1,140 @@
+"""Two processes with half the batch each are one process with the whole batch."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from test_engine import BATCH, tiny_config, train_records
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from anechoic.data import Augment, Loader, Subset, open_source
+from anechoic.distributed import Place, from_first, join, launch, parallel, total, without_averaging
+from anechoic.engine import Task, fit, make_model, preparation, split
+from anechoic.errors import UserError
+from anechoic.objectives import make_objective
+from anechoic.watch import split_indices
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+
+def gradients(accumulate):
+    """Runs in each process: the averaged gradient of one batch at fixed weights, and which samples this process saw."""
+    config = tiny_config(shortcut=replace(tiny_config().shortcut, alpha_min=0.6))
+    config = replace(
+        config,
+        data=replace(config.data, mean=(0.5,), std=(0.5,)),
+        model=replace(config.model, options={**config.model.options, "zero_init": False}),
+    )
+    with join() as place:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        model = make_model(config)
+        source = open_source("digits", channels=1)
+        loader = Loader(
+            Subset(source, split_indices(len(source), holdout=64)[0]),
+            image_size=8,
+            batch_size=BATCH,
+            seed=7,
+            augment=Augment("crop"),
+            shuffle=True,
+            drop_last=True,
+            start=40 * BATCH,
+            rank=place.rank,
+            world_size=place.world_size,
+        )
+        task = parallel(place, Task(model, make_objective("masked_reconstruction"), seed=7))
+        prepare = preparation(config, place.device)
+        batch = next(iter(loader))
+        losses = []
+        parts = split(batch, accumulate)
+        for i, (images, ids, visits, labels) in enumerate(parts):
+            with without_averaging(task, active=i + 1 < accumulate):
+                loss = task(prepare(images), ids, visits, labels)["loss"] / accumulate
+                loss.backward()
+            losses.append(loss.detach())
+        loss = total(place, torch.stack(losses).sum() / place.world_size).item()
+        seen = torch.zeros(place.world_size, BATCH // place.world_size, dtype=torch.int64)
+        seen[place.rank] = batch.ids
+        seen = total(place, seen).flatten().tolist()
+        return loss, seen, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_equal_samples_and_gradients(accumulate):
+    alone = gradients(1)
+    loss, seen, together = launch(gradients, accumulate, devices=2)
+    assert seen == alone[1]
+    assert len(set(seen)) == BATCH
+    assert loss == pytest.approx(alone[0], rel=1e-6)
+    whole = torch.cat([value.flatten() for value in alone[2].values()])
+    halves = torch.cat([together[name].flatten() for name in alone[2]])
+    assert (whole - halves).norm() <= 1e-6 * whole.norm()
+
+
+def test_equal_losses_over_thirty_updates(tmp_path):
+    config = tiny_config(steps=30)
+    fit(config, tmp_path / "one")
+    fit(replace(config, devices=2), tmp_path / "two")
+    one, two = train_records(tmp_path / "one"), train_records(tmp_path / "two")
+    assert len(one) == len(two) == 30
+    assert [r["loss"] for r in two] == pytest.approx([r["loss"] for r in one], rel=1e-5)
+
+
+def test_under_torchrun(tmp_path):
+    """Processes that somebody else started find each other; devices then is their number."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(__file__).rsplit('/', 1)[0]!r})\n"
+        "from anechoic.engine import fit\n"
+        "from test_engine import tiny_config\n"
+        "fit(tiny_config(steps=4), sys.argv[1])\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run([*command, str(tmp_path / "run")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    fit(tiny_config(steps=4), tmp_path / "one")
+    losses = [[r["loss"] for r in train_records(tmp_path / name)] for name in ("one", "run")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def fail_in_the_first():
+    with join() as place:
+        from_first(place, refuse)
+
+
+def refuse():
+    raise UserError("The first process does not like this.")
+
+
+def crash():
+    with join() as place:
+        if place.rank == 1:
+            raise RuntimeError("a defect in one process")
+        total(place, torch.zeros(1))
+
+
+def test_a_mistake_found_by_the_first_process_is_one_sentence():
+    with pytest.raises(UserError, match=r"^The first process does not like this\.$"):
+        launch(fail_in_the_first, devices=2)
+
+
+def test_a_crash_of_one_process_ends_all():
+    """The other one waits for it in vain, and is ended."""
+    with pytest.raises(ChildFailedError):
+        launch(crash, devices=2)
+
+
+def test_one_process_needs_no_group():
+    place = Place(0, 1, torch.device("cpu"))
+    module = torch.nn.Linear(2, 2)
+    assert parallel(place, module) is module
+    assert from_first(place, lambda: 5) == 5
+    assert total(place, torch.ones(3)).tolist() == [1, 1, 1]
+
+
+def test_devices_must_divide_the_batch(tmp_path):
+    with pytest.raises(UserError, match="cannot be shared by 3 devices"):
+        fit(tiny_config(devices=3), tmp_path)

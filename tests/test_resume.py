@@ -1,0 +1,177 @@
+"""Killed, terminated or interrupted, then the same command again: bit for bit what an uninterrupted run gives."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from anechoic import checkpoint
+from anechoic.run import CLOCK_FIELDS, read_json, read_metrics
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+PATIENCE = 300  # seconds; the machine may be busy
+STEPS, BATCH = 120, 16
+COMMAND = [
+    *(sys.executable, "-m", "anechoic.cli", "train", "pocket_mae_digits", "--seed", "3"),
+    *("--model.options", "dim=16", "depth=2", "num_heads=2", "decoder_dim=16", "decoder_depth=1"),
+    *("--optim.batch-size", str(BATCH), "--optim.epochs", "None", "--optim.samples", str(STEPS * BATCH)),
+    *("--optim.ema", "0.99", "--threads", "1", "--watch.knn", "0"),
+    # Reports, looks and checkpoints at points that do not coincide.
+    *("--watch.report", str(7 * BATCH), "--watch.every", str(50 * BATCH), "--save.every", str(12 * BATCH)),
+]
+
+
+def wait_until(condition, what):
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain until {what}"
+        time.sleep(0.002)
+
+
+def run_to_the_end(command):
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def descendants(pid):
+    """Every process below this one, by the system's own list."""
+    found, todo = [], [pid]
+    while todo:
+        parent = todo.pop()
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = path.read_text().rsplit(")", 1)[1].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(fields[1]) == parent and fields[0] != "Z":
+                found.append(int(path.parent.name))
+                todo.append(int(path.parent.name))
+    return found
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def start(command, out):
+    """The command in a session of its own, as soon as it has saved for the first time."""
+    process = subprocess.Popen(
+        [*command, "--out", str(out)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    wait_until(
+        lambda: process.poll() is not None or checkpoint.checkpoints(out / "checkpoints"), f"{out} has a checkpoint"
+    )
+    return process
+
+
+def assert_equal_runs(a, b):
+    """Weights, optimiser and averages by their bytes, metrics by their lines without times."""
+    last = [checkpoint.checkpoints(run / "checkpoints")[-1] for run in (a, b)]
+    names = sorted(path.name for path in last[0].iterdir())
+    assert names == ["config.json", "ema.safetensors", "model.safetensors", "optimizer.safetensors", "state.json"]
+    for name in names:
+        assert (last[0] / name).read_bytes() == (last[1] / name).read_bytes(), name
+    assert (a / "model" / "model.safetensors").read_bytes() == (b / "model" / "model.safetensors").read_bytes()
+    lines = [[{k: v for k, v in r.items() if k not in CLOCK_FIELDS} for r in read_metrics(run)] for run in (a, b)]
+    assert lines[0] == lines[1]
+    assert [r["seen"] for r in lines[0] if r["kind"] == "train"] == [*range(112, 1920, 112), 1920]
+
+
+PLAIN: tuple[str, ...] = ()
+PARTS = ("--optim.accumulate", "2", "--data.workers", "2")
+TWO = ("--devices", "2", "--optim.accumulate", "2", "--data.workers", "1")
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """more -> the directory of an uninterrupted run with these settings."""
+    made = {}
+
+    def make(more):
+        if more not in made:
+            made[more] = tmp_path_factory.mktemp("straight") / "run"
+            run_to_the_end([*COMMAND, *more, "--out", str(made[more])])
+        return made[more]
+
+    return make
+
+
+@pytest.mark.parametrize("more", [PARTS, TWO], ids=["one process", "two processes"])
+def test_kill_and_resume(tmp_path, straight, more):
+    command = [*COMMAND, *more]
+    for attempt in range(5):
+        out = tmp_path / f"killed-{attempt}"
+        process = start(command, out)
+        time.sleep(random.random() * 0.2)
+        children = descendants(process.pid)
+        assert children, "workers or ranks should run"
+        process.kill()
+        process.communicate()
+        # Nobody outlives the command, and so nobody holds the run directory.
+        wait_until(lambda: not any(map(alive, children)), "all processes of the killed run are gone")  # noqa: B023
+        if not (out / "results.json").exists():
+            break  # else it was faster than the kill
+    else:
+        pytest.fail("the run always ended before it was killed")
+    done = run_to_the_end([*command, "--out", str(out)])
+    assert "going on after" in done.stderr
+    assert_equal_runs(straight(more), out)
+    assert len(read_json(out / "env.json")["starts"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("number", "more"), [(signal.SIGINT, PLAIN), (signal.SIGTERM, TWO)], ids=["ctrl-c", "sigterm, two processes"]
+)
+def test_signals_save_and_exit_cleanly(tmp_path, straight, number, more):
+    """Ctrl-C reaches every process of the terminal's group, SIGTERM only the one that was started."""
+    command = [*COMMAND, *more]
+    for attempt in range(5):
+        out = tmp_path / f"run-{attempt}"
+        process = start(command, out)
+        children = descendants(process.pid)
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        output, _ = process.communicate(timeout=PATIENCE)
+        if not (out / "results.json").exists():
+            break
+    else:
+        pytest.fail("the run always ended before the signal")
+    assert process.returncode == 128 + number, output
+    assert "the same command goes on" in output
+    assert "Traceback" not in output
+    wait_until(lambda: not any(map(alive, children)), "all processes are gone")
+    # It saved where it was told to stop.
+    saved = int(checkpoint.checkpoints(out / "checkpoints")[-1].name)
+    done = run_to_the_end([*command, "--out", str(out)])
+    assert f"going on after {saved:,} samples" in done.stderr
+    assert_equal_runs(straight(more), out)
+
+
+def test_a_damaged_checkpoint_costs_an_interval_only(tmp_path, straight):
+    process = start(COMMAND, tmp_path / "run")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=PATIENCE)
+    newest = checkpoint.checkpoints(tmp_path / "run" / "checkpoints")[-1]
+    with open(newest / "model.safetensors", "r+b") as file:
+        file.truncate(100)
+    done = run_to_the_end([*COMMAND, "--out", str(tmp_path / "run")])
+    assert "is damaged" in done.stderr
+    assert_equal_runs(straight(PLAIN), tmp_path / "run")
+    # And once more: it says that it is finished.
+    assert "was finished before" in run_to_the_end([*COMMAND, "--out", str(tmp_path / "run")]).stdout
