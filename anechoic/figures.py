@@ -169,6 +169,21 @@ def draw_layers(
 
 
 @styled
+def draw_curves(
+    curves: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]], path: str | Path, *, xlabel: str
+) -> list[Path]:
+    """panel -> line -> (x, y): measures over anything, such as losses over samples seen."""
+    figure, axes = panels(1, len(curves), width=4.0, height=2.6)
+    for axis, (measure, lines) in zip(axes[0], curves.items(), strict=True):
+        for i, (name, (x, y)) in enumerate(lines.items()):
+            few = max(1, len(x) // 10)
+            axis.plot(x, y, **line_style(i), markevery=few, label=name)
+        axis.set(xlabel=xlabel, title=measure)
+    axes[0, 0].legend()
+    return save(figure, path)
+
+
+@styled
 def draw_dynamics(found: Mapping[str, Sequence[Mapping[str, Any]]], path: str | Path) -> list[Path]:
     """Rank, accuracy and their correlation across runs, over samples seen (Figure 5)."""
     points, correlations = found["points"], found["correlations"]
@@ -185,8 +200,10 @@ def draw_dynamics(found: Mapping[str, Sequence[Mapping[str, Any]]], path: str | 
     axes[0, 0].legend()
     last = axes[0, 2]
     seen = [row["seen"] for row in correlations]
-    last.plot(seen, [row["r_rows"] for row in correlations], **line_style(0), label="Pearson r")
-    low, high = ([row[f"{end}_rows"] for row in correlations] for end in ("low", "high"))
+    r, low, high = (
+        np.array([row[f"{name}_rows"] for row in correlations], dtype=float) for name in ("r", "low", "high")
+    )
+    last.plot(seen, r, **line_style(0), label="Pearson r")
     last.fill_between(seen, low, high, alpha=0.25, color=SHADES[6], label="95 % interval")
     last.axhline(0, color="black", linewidth=0.5)
     last.set(xlabel="samples seen", title="rank and accuracy across runs", ylim=(-1.05, 1.05))

@@ -6,6 +6,7 @@ and accuracy. It trains nothing. (Figure 5.)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -82,6 +83,8 @@ def correlations(points: Sequence[dict[str, Any]], *, num_runs: int) -> list[dic
         row: dict[str, Any] = {"seen": seen, "runs": len(here)}
         for centre in ("rows", "columns"):
             found = pearson([point[f"entropy_{centre}"] for point in here], accuracy)
-            row |= {f"r_{centre}": found.r, f"low_{centre}": found.low, f"high_{centre}": found.high}
+            # JSON has no NaN: what is not defined (few runs, equal values) is None.
+            ends = (("r", found.r), ("low", found.low), ("high", found.high))
+            row |= {f"{name}_{centre}": None if math.isnan(value) else value for name, value in ends}
         rows.append(row)
     return rows

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anechoic.errors import UserError
-from anechoic.features import layer_widths, poolings_of
+from anechoic.features import layer_widths, poolings_of, trunk
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Raw pixels are compared at this side at most; more would only repeat themselves.
@@ -40,7 +40,9 @@ class Encoder:
     @cached_property
     def widths(self) -> list[int]:
         """Channels of every layer."""
-        return layer_widths(self.model, torch.zeros(1, self.channels, self.image_size, self.image_size))
+        # Noise, because a norm may leave the stream of a black image as it is and would not be seen.
+        shape = (1, self.channels, self.image_size, self.image_size)
+        return layer_widths(self.model, torch.randn(shape, generator=torch.Generator().manual_seed(0)))
 
     @property
     def poolings(self) -> tuple:
@@ -49,9 +51,9 @@ class Encoder:
     @cached_property
     def fingerprint(self) -> str:
         """Hex; changes with the architecture, the weights or the preparation of images."""
-        state = hashlib.blake2b(digest_size=16)
-        state.update(repr((self.model, self.image_size, self.channels, self.mean, self.std)).encode())
-        for name, value in self.model.state_dict().items():
+        state, network = hashlib.blake2b(digest_size=16), trunk(self.model)
+        state.update(repr((network, self.image_size, self.channels, self.mean, self.std)).encode())
+        for name, value in network.state_dict().items():
             state.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
             state.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         return state.hexdigest()
@@ -201,8 +203,11 @@ def call_transformers(model: Any, images: Tensor) -> Any:
 def transformers_encoder(folder: str) -> Encoder:
     try:
         from transformers import AutoConfig, AutoModel
+        from transformers.utils import logging
     except ImportError as error:
         raise UserError('transformers models need an extra package: pip install "anechoic[families]".') from error
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # weights of a decoder or head are left out on purpose
     try:
         config = AutoConfig.from_pretrained(folder)
         if config.model_type == "vit_mae":
@@ -210,6 +215,8 @@ def transformers_encoder(folder: str) -> Encoder:
         model = AutoModel.from_pretrained(folder, config=config).eval()
     except (OSError, ValueError) as error:
         raise UserError(f"hf:{folder} cannot be loaded: {str(error).splitlines()[0]}") from error
+    finally:
+        logging.set_verbosity(verbosity)
     size, patch, channels = (getattr(config, name, None) for name in ("image_size", "patch_size", "num_channels"))
     lists = {name: part for name, part in model.named_modules() if isinstance(part, nn.ModuleList)}
     paths = [name for name, part in lists.items() if len(part) == getattr(config, "num_hidden_layers", None)]
