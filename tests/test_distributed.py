@@ -9,9 +9,10 @@ import torch
 from test_engine import BATCH, tiny_config, train_records
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from anechoic.assembly import make_model, preparation
 from anechoic.data import Augment, Loader, Subset, open_source
 from anechoic.distributed import Place, from_first, join, launch, parallel, total, without_averaging
-from anechoic.engine import Task, fit, make_model, preparation, split
+from anechoic.engine import Task, fit, split
 from anechoic.errors import UserError
 from anechoic.objectives import make_objective
 from anechoic.watch import split_indices

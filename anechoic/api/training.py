@@ -156,7 +156,8 @@ def with_recipe_options(config: Config) -> Config:
 
 def _run(config: Config, out: Path, *, dry_run: bool) -> Outcome:
     """Check the config and train it, or only print it."""
-    from anechoic.engine import check, fit
+    from anechoic.assembly import check
+    from anechoic.engine import fit
 
     check(config)
     if dry_run:
