@@ -78,8 +78,7 @@ def fold(model: nn.Module) -> nn.Module:
                 f"weights: export the network as it is."
             )
     if isinstance(model, Network):
-        plain = dataclasses.replace(model.config, alpha_min=1.0, schedule="linear", form="identity")
-        return _refactored(model, plain)
+        return _refactored(model, _plain(model.config))
     folded = copy.deepcopy(model)
     for found in streams(folded):
         refactor(found, [(1.0, 1.0)] * len(found.shortcuts))
@@ -223,10 +222,26 @@ def _decayed_network(
     return decayed
 
 
+def fold_along(network: Network, stream: Stream) -> Network:
+    """Fold one of our networks along another telling of its stream: fewer outputs, say, and so more freedom."""
+    edited, told = copy.deepcopy((network, stream))
+    rescale(told, _plain(network.config).factors)
+    return _rebuilt_as(network, edited, _plain(network.config))
+
+
+def _plain(config: NetworkConfig) -> NetworkConfig:
+    return dataclasses.replace(config, alpha_min=1.0, schedule="linear", form="identity")
+
+
 def _refactored(network: Network, config: NetworkConfig) -> Network:
     """The same function with the factors of config."""
     edited = copy.deepcopy(network)
     rescale(edited.stream(), config.factors)
+    return _rebuilt_as(network, edited, config)
+
+
+def _rebuilt_as(network: Network, edited: Network, config: NetworkConfig) -> Network:
+    """A network of config with the weights, eps and position scale of the edited copy."""
     changed = edited.current_config()
     kept = {name: getattr(changed, name) for name in ("norm_eps", "position_scale") if name in _field_names(changed)}
     return _rebuilt(network, dataclasses.replace(config, **kept), edited.state_dict())

@@ -30,7 +30,8 @@ from anechoic.models.mae import MaskedAutoencoder
 from anechoic.models.sit import SiT
 from anechoic.models.uvit import UViT
 from anechoic.models.vit import VisionTransformer, ViTConfig
-from anechoic.surgery import fold
+from anechoic.shortcut import Read, Stream
+from anechoic.surgery import fold, fold_along
 
 # timm's architecture that every size is an option of.
 TIMM_ARCHITECTURE = "vit_base_patch16_224"
@@ -82,7 +83,8 @@ def _traced(model: Any, images: Tensor) -> Any:
         raise UserError("Exporting needs at least two example images: give a source with more.")
     inputs = example_inputs(model, images[:2])
     batch = torch.export.Dim("batch", min=1)
-    return torch.export.export(model, inputs, dynamic_shapes=tuple({0: batch} for _ in inputs))
+    # Traced from the bytecode, so that len(x) stays free too.
+    return torch.export.export(model, inputs, dynamic_shapes=tuple({0: batch} for _ in inputs), strict=True)
 
 
 def to_torch_export(model: Any, folder: Path, images: Tensor) -> Exported:
@@ -132,16 +134,23 @@ def as_plain_vit(model: Any) -> VisionTransformer:
             f"timm and transformers have no counterpart of {type(model).__name__}: export it to safetensors, onnx or "
             f"torch-export."
         )
-    return fold(with_final_norm(model))  # type: ignore[return-value]
+    normed = with_final_norm(model)
+    if normed.norm is not None:
+        return fold(normed)  # type: ignore[return-value]
+    # The norm behind the mean is all that reads the stream, so the stream may end in any scale and starts in its own.
+    assert normed.head_norm is not None
+    stream = Stream((*normed.stream().events, Read(norms=(normed.head_norm,))), ends_raw=False)
+    return fold_along(normed, stream)  # type: ignore[return-value]
 
 
 def with_final_norm(model: VisionTransformer) -> VisionTransformer:
     """The network itself if a norm reads the end of its stream, else a copy that has one."""
     config = model.config
-    if config.norm and config.pool == "mean" and config.num_classes > 0:
+    if config.num_classes > 0 and config.norm == (config.pool == "mean"):
+        times = "twice" if config.norm else "never"
         raise UserError(
-            "This classifier normalises its tokens and then their mean, and timm and transformers do one of the two: "
-            "export it to safetensors, onnx or torch-export."
+            f"timm and transformers normalise once before they classify, and this network {times}: export it to "
+            f"safetensors, onnx or torch-export."
         )
     if config.norm or model.head_norm is not None:
         return model

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,7 +76,9 @@ def _read_file(path: Path) -> Any:
             ) from problem
     # Training checkpoints of MAE and SiT carry their command line as a Namespace, which holds data only.
     try:
-        with torch.serialization.safe_globals([argparse.Namespace]):
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+            # torch warns of protocols it may not read; the refusal below says it better.
+            warnings.simplefilter("ignore", UserWarning)
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as problem:
         raise UserError(
