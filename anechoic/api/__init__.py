@@ -10,11 +10,13 @@ from importlib import import_module
 
 # The verb as it is typed on the command line -> the module of this package that holds the function.
 VERBS = {
+    "demo": "showing",
     "models": "catalogue",
     "recipes": "catalogue",
     "pretrain": "training",
     "train": "training",
     "bench": "measuring",
+    "finetune": "transferring",
     "embed": "judging",
     "knn": "judging",
     "probe": "judging",

@@ -15,7 +15,7 @@ from importlib import import_module
 from anechoic.config import Config
 from anechoic.errors import UserError
 
-MODULES = ("mae", "pocket")
+MODULES = ("mae", "pocket", "demo", "diffusion", "transfer", "supervised")
 
 
 @cache

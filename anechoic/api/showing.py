@@ -1,0 +1,68 @@
+"""The verb that shows what this is about: demo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from anechoic.outcome import Outcome
+
+
+def demo(*, out: Path = Path("runs/demo"), samples: int = 100_000, seed: int = 0) -> Outcome:
+    """Train a residual and a decayed autoencoder on embedded digits, judge both frozen, and write a page (minutes).
+
+    The two differ in alpha_min alone and have the same budget. Raw pixels and the untrained network stand beside them.
+    No label is used in training. The same command again goes on where it stopped.
+
+    Example: anechoic demo --out runs/demo
+
+    Args:
+        out: folder for the two runs, the pictures, results.json and index.html.
+        samples: how many images each of the two sees in training.
+        seed: of weights, order, crops and masks.
+    """
+    import time
+
+    from anechoic.evals.report import cell
+    from anechoic.pages.showcase import machine_line, page
+    from anechoic.showcase import HEADER, NEIGHBOURS, TWINS, run_showcase, save_results, table, verdict
+
+    started = time.perf_counter()
+    shown = run_showcase(out, samples=samples, seed=seed)
+    outcome = Outcome(
+        config={"out": str(out), "samples": samples, "data": "digits", "alpha_min": TWINS},
+        metrics={"rows": shown.rows, "layers": shown.layers, "training_seconds": shown.training_seconds},
+        seed=seed,
+        seconds=time.perf_counter() - started,
+        text=f"{table(shown.rows)}\n\n{verdict(shown.rows)}\n\n{out / 'index.html'}",
+    )
+    result = outcome.to_json()
+    save_results(out / "results.json", result)
+    files = shown.files
+    html = page(
+        title="Two autoencoders, one echo",
+        lead=(
+            f"Pre-trained without labels for {shown.training_seconds:.0f} seconds, side by side, on 8 x 8 digits: one with "
+            f"residual connections (alpha_min {TWINS['residual']:g}), one whose identity shortcuts fade with depth "
+            f"(alpha_min {TWINS['decayed']:g}). Both were then frozen and judged on test digits: weighted {NEIGHBOURS}-NN "
+            "and a linear probe, in per cent, of the last layer's class token and mean of the patches."
+        ),
+        header=list(HEADER.values()),
+        rows=[[cell(row[key]) for key in HEADER] for row in shown.rows],
+        verdict=verdict(shown.rows),
+        figures=[
+            (
+                "Every layer, mean token: accuracy, effective rank, and how much of the embedding is left.",
+                [files["layers"]],
+            ),
+            ("Loss over training, and on digits held out from it.", [files["curves"]]),
+            ("Reconstructions: residual left, decayed right.", pair(files, "reconstructions")),
+            ("The test digits on a map (t-SNE of the mean token): residual left, decayed right.", pair(files, "map")),
+        ],
+        footer=machine_line(result["machine"], result["commit"], seed),
+    )
+    (out / "index.html").write_text(html)
+    return outcome
+
+
+def pair(files: dict[str, Path], kind: str) -> list[Path]:
+    return [files[f"{name} {kind}"] for name in ("residual", "decayed")]

@@ -1,0 +1,1 @@
+"""Static pages: HTML from what is already measured, without torch and without anything loaded from elsewhere."""
