@@ -38,7 +38,7 @@ NEIGHBOURS = 20
 
 @dataclass(frozen=True)
 class Showcase:
-    """rows: one per encoder, judged at its last layer; layers: measure -> encoder -> value per layer; files: pictures."""
+    """rows: one per encoder, of its last layer; layers: measure -> encoder -> value per layer; files: pictures."""
 
     rows: list[dict[str, Any]]
     layers: dict[str, dict[str, list[float]]]
@@ -179,11 +179,12 @@ def verdict(rows: list[dict[str, Any]]) -> str:
     gap = decayed["knn_mean"] - residual["knn_mean"]
     words = "gains" if gap > 0 else "loses" if gap < 0 else "changes nothing:"
     return (
-        f"In this minute of training the decayed encoder {words} {abs(gap):.1f} points of k-NN accuracy (mean token) "
+        f"After this short training the decayed encoder {words} {abs(gap):.1f} points of k-NN accuracy (mean token) "
         f"against its residual twin; its last layer has effective rank {decayed['rank']:.1f} against "
-        f"{residual['rank']:.1f}. Raw digits already are a good representation ({by_name['raw pixels']['knn_mean']:.1f} % "
-        f"k-NN), so here an echo of the input is worth keeping. The paper's gains come with some 100,000 updates on "
-        f"images whose pixels say little about their class; a longer budget moves the balance that way."
+        f"{residual['rank']:.1f}. Raw digits already are a good representation "
+        f"({by_name['raw pixels']['knn_mean']:.1f} % k-NN), so an echo of the input is worth keeping here. The paper "
+        f"reports its gains after some 100,000 updates on images whose pixels say little of their class: expect them "
+        f"with a budget and data of that kind, not from this minute."
     )
 
 
@@ -195,7 +196,7 @@ def draw(
     *,
     seed: int,
 ) -> dict[str, Path]:
-    """The pictures of the page, by name: curves, layers, and for each twin reconstructions and a map of the test set."""
+    """The pictures by name: curves, layers, and for each twin its reconstructions and its map of the test set."""
     folder = out / "figures"
     metrics = {name: read_metrics(out / name) for name in encoders}
     losses = {name: points(records, "loss") for name, records in metrics.items()}

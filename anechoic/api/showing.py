@@ -41,10 +41,10 @@ def demo(*, out: Path = Path("runs/demo"), samples: int = 100_000, seed: int = 0
     html = page(
         title="Two autoencoders, one echo",
         lead=(
-            f"Pre-trained without labels for {shown.training_seconds:.0f} seconds, side by side, on 8 x 8 digits: one with "
+            f"Pre-trained without labels on 8 x 8 digits, side by side, for {samples:,} images each: one network with "
             f"residual connections (alpha_min {TWINS['residual']:g}), one whose identity shortcuts fade with depth "
-            f"(alpha_min {TWINS['decayed']:g}). Both were then frozen and judged on test digits: weighted {NEIGHBOURS}-NN "
-            "and a linear probe, in per cent, of the last layer's class token and mean of the patches."
+            f"(alpha_min {TWINS['decayed']:g}). Both were then frozen and judged on test digits: weighted "
+            f"{NEIGHBOURS}-NN and a linear probe, in per cent, of the last layer's class token and mean of the patches."
         ),
         header=list(HEADER.values()),
         rows=[[cell(row[key]) for key in HEADER] for row in shown.rows],

@@ -61,4 +61,5 @@ def data_uri(path: Path) -> str:
 
 def machine_line(machine: Mapping[str, object], commit: str | None, seed: int | None) -> str:
     version = f"commit {commit[:12]}" if commit else f"anechoic {machine['anechoic']}"
-    return f"Measured with {version}, seed {seed}, torch {machine['torch']}, {machine['cores']} cores ({machine['processor']})."
+    where = f"{machine['cores']} cores ({machine['processor']})"
+    return f"Measured with {version}, seed {seed}, torch {machine['torch']}, {where}."
