@@ -16,7 +16,7 @@ from anechoic.config import Config, OptimConfig, to_json
 from anechoic.data import Source, normalise, open_source
 from anechoic.errors import UserError
 from anechoic.models import build_model
-from anechoic.objectives import NEED_LABELS, make_objective
+from anechoic.objectives import NEED_LABELS, TRAINS, make_objective
 from anechoic.optim import parameter_groups
 
 
@@ -48,6 +48,11 @@ def make_model(config: Config) -> Any:
 def check(config: Config) -> None:
     """Refuse a misspelt model, option or objective before any data is opened; nothing is allocated."""
     make_objective(config.objective.name, **config.objective.options)
+    wanted = TRAINS.get(config.objective.name, "")
+    if not config.model.name.startswith(wanted):
+        raise UserError(
+            f"{config.objective.name} trains a {wanted} model, not {config.model.name}: choose one of those."
+        )
     with torch.device("meta"):
         make_model(config)
 

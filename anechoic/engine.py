@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from anechoic import checkpoint
-from anechoic.assembly import describe, make_model, make_optimizer, open_data, preparation, preprocess
+from anechoic.assembly import check, describe, make_model, make_optimizer, open_data, preparation, preprocess
 from anechoic.config import Config, adopt, differences, from_json, resolve, to_json
 from anechoic.data import Augment, Loader, Source, Subset
 from anechoic.distributed import (
@@ -84,6 +84,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
         assert data.holdout is not None
         assert optim.samples is not None
         assert optim.lr is not None
+        check(config)
         stack.enter_context(reproducible(threads=config.threads or 1))
 
         # Build the model, its objective, and what moves its weights. Initial weights depend on the seed alone.

@@ -60,11 +60,14 @@ def supervised(*, label_smoothing: float = 0.0) -> Objective:
 OBJECTIVES: dict[str, str] = {
     "masked_reconstruction": "anechoic.objectives:masked_reconstruction",
     "supervised": "anechoic.objectives:supervised",
+    "finetuning": "anechoic.finetuning:finetuning",
     "noise_prediction": "anechoic.diffusion:noise_prediction",
     "flow_matching": "anechoic.diffusion:flow_matching",
 }
+# What an objective can train, where that is not any network: the beginning of the model's name.
+TRAINS = {"masked_reconstruction": "mae_"}
 # These read labels, so the engine asks the data for them.
-NEED_LABELS = {"supervised"}
+NEED_LABELS = {"supervised", "finetuning"}
 
 
 def make_objective(name: str, **options: Any) -> Objective:
