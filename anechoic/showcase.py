@@ -28,6 +28,7 @@ from anechoic.evals.knn import knn_accuracy
 from anechoic.evals.labelled import LabelledFeatures, labelled_features, open_labelled
 from anechoic.evals.probe import logistic_probe
 from anechoic.evals.report import grid, percent
+from anechoic.features import Key, Pooling
 from anechoic.run import read_metrics
 
 TRAIN, TEST = "digits:train", "digits:test"
@@ -79,9 +80,9 @@ def train_twins(out: Path, *, samples: int, seed: int) -> None:
             process.wait()
     for name, process in processes.items():
         if process.returncode:
-            log = out / f"{name}.log"
-            last = log.read_text().strip().splitlines()[-1:]
-            raise UserError(f"The {name} autoencoder could not be trained: {''.join(last)} ({log} has the whole story)")
+            story = out / f"{name}.log"
+            last = "".join(story.read_text().strip().splitlines()[-1:])
+            raise UserError(f"The {name} autoencoder could not be trained: {last} ({story} has the whole story)")
 
 
 def command(run: Path, alpha_min: float, *, samples: int, seed: int) -> list[str]:
@@ -122,7 +123,7 @@ def judge(
     rows = [row(name, judged[name], features[name], seed=seed) for name in judged]
     layers: dict[str, dict[str, list[float]]] = {"k-NN accuracy (%)": {}, "effective rank": {}, "echo (CKA)": {}}
     for name, encoder in encoders.items():
-        keys = [(layer, "mean") for layer in range(len(encoder.widths))]
+        keys: list[Key] = [(layer, "mean") for layer in range(len(encoder.widths))]
         found = features[name]
         layers["k-NN accuracy (%)"][name] = [knn(found, key) for key in keys]
         layers["effective rank"][name] = [effective_rank(found.test[key]).rank for key in keys]
@@ -134,7 +135,8 @@ def row(name: str, encoder: Encoder, features: LabelledFeatures, *, seed: int) -
     """What the last layer is worth, frozen: k-NN and linear probe of each token, rank and echo of the mean token."""
     last = len(encoder.widths) - 1
     found: dict[str, Any] = {"encoder": name}
-    for pooling in ("class", "mean"):
+    poolings: tuple[Pooling, ...] = ("class", "mean")
+    for pooling in poolings:
         key = (last, pooling)
         found[f"knn_{pooling}"] = knn(features, key) if key in features.train else None
         found[f"probe_{pooling}"] = probe(features, key, seed=seed) if key in features.train else None
@@ -144,13 +146,13 @@ def row(name: str, encoder: Encoder, features: LabelledFeatures, *, seed: int) -
     return found
 
 
-def knn(features: LabelledFeatures, key: Any) -> float:
+def knn(features: LabelledFeatures, key: Key) -> float:
     labels = (features.train_labels, features.test_labels)
     found = knn_accuracy(features.train[key], labels[0], features.test[key], labels[1], ks=(NEIGHBOURS,))
     return percent(found[NEIGHBOURS])
 
 
-def probe(features: LabelledFeatures, key: Any, *, seed: int) -> float:
+def probe(features: LabelledFeatures, key: Key, *, seed: int) -> float:
     labels = (features.train_labels, features.test_labels)
     return percent(logistic_probe(features.train[key], labels[0], features.test[key], labels[1], seed=seed).accuracy)
 
@@ -212,7 +214,7 @@ def draw(
         images = next(batches(encoder, source, device="cpu"))[:6]
         found = reconstructions(encoder, images, seed=seed)
         files[f"{name} reconstructions"] = figures.draw_reconstructions(*found, folder / f"reconstructions-{name}")[0]
-        last = (len(encoder.widths) - 1, "mean")
+        last: Key = (len(encoder.widths) - 1, "mean")
         flat = tsne(features[name].test[last], seed=seed)
         labels = features[name].test_labels
         names = [str(digit) for digit in range(10)]
