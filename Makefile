@@ -5,12 +5,18 @@ BIN := $(VENV)/bin
 
 .PHONY: install test lint demo clean
 
-install: $(VENV)/installed
+install: $(VENV)/everything
 
 # The constraints file pins torch to a build that needs no accelerator; an unpinned install may pull gigabytes.
-$(VENV)/installed: pyproject.toml constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+$(VENV)/core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/everything: $(VENV)/core
+	$(PIP) --editable ".[dev]"
 	$(BIN)/python tools/torchvision_operators.py
 	touch $@
 
@@ -22,7 +28,7 @@ lint: install
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-demo: install
+demo: $(VENV)/core
 	$(BIN)/anechoic demo
 
 clean:
