@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -141,6 +141,12 @@ class Names(Sequence[str]):
     def __len__(self) -> int:
         return len(self.ends)
 
+    def __iter__(self) -> Iterator[str]:
+        start = 0
+        for end in self.ends.tolist():
+            yield os.fsdecode(self.blob[start:end])
+            start = end
+
     def __getitem__(self, index):
         if isinstance(index, slice):
             return [self[k] for k in range(*index.indices(len(self)))]
@@ -172,18 +178,20 @@ def is_image_name(name: str) -> bool:
 
 def number_classes(names: Sequence[str]) -> tuple[np.ndarray, tuple[str, ...]]:
     """Class names per image -> labels (int64) and the sorted class names they index."""
-    classes, labels = np.unique(np.asarray(names, dtype=str), return_inverse=True)
-    return labels.astype(np.int64), tuple(map(str, classes))
+    classes = sorted(set(names))
+    number = {name: k for k, name in enumerate(classes)}
+    return np.fromiter((number[name] for name in names), dtype=np.int64, count=len(names)), tuple(classes)
 
 
 def classes_from_folders(names: Sequence[str], *, where: str) -> tuple[np.ndarray, tuple[str, ...]]:
     """Labels from the first folder of each relative path."""
-    loose = next((name for name in names if "/" not in name), None)
+    parts = [name.split("/", 1) for name in names]
+    loose = next((part[0] for part in parts if len(part) == 1), None)
     if loose is not None:
         raise UserError(
             f"Labels are the names of sub-folders, and {loose!r} of {where!r} is in none; make a folder per class."
         )
-    return number_classes([name.split("/", 1)[0] for name in names])
+    return number_classes([part[0] for part in parts])
 
 
 def labels_of(source: Source) -> np.ndarray:
