@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from anechoic.config import Config, OptimConfig, to_json
 from anechoic.data import Source, normalise, open_source
 from anechoic.errors import UserError
-from anechoic.models import build_model
+from anechoic.models import build_model, model_config
 from anechoic.objectives import NEED_LABELS, TRAINS, make_objective
 from anechoic.optim import parameter_groups
 
@@ -53,8 +53,7 @@ def check(config: Config) -> None:
         raise UserError(
             f"{config.objective.name} trains a {wanted} model, not {config.model.name}: choose one of those."
         )
-    with torch.device("meta"):
-        make_model(config)
+    model_config(config.model.name, **model_options(config))
 
 
 def describe(config: Config, model: nn.Module, run_dir: Path, *, seen: int) -> str:
