@@ -262,9 +262,9 @@ class DrawLatents:
 
     scale: float
 
-    def __call__(self, moments: Sequence[Tensor], *, image_size: int, draws: Draws) -> Tensor:
+    def __call__(self, images: Sequence[Tensor], *, image_size: int, draws: Draws) -> Tensor:
         """B moments (2 C, h, w) -> (B, C, h, w) float32."""
-        stacked = torch.stack(list(moments))
+        stacked = torch.stack(list(images))
         doubled, height, width = stacked.shape[1:]
         if (height, width) != (image_size, image_size):
             raise UserError(f"These latents are {height} x {width}: set the image size to {height}, not {image_size}.")
