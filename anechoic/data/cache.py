@@ -117,10 +117,10 @@ def stored(source: Source, *, min_side: int) -> Source:
         return source
     if isinstance(source, Subset):
         return Subset(stored(source.source, min_side=min_side), source.indices)
-    if expected_bytes(source, min_side=min_side) > LIMIT_BYTES:
-        return source
     key = digest("pixels", FORMAT, source.fingerprint, source.channels, min_side)
     folder = cache_dir() / "pixels" / key
+    if not folder.is_dir() and expected_bytes(source, min_side=min_side) > LIMIT_BYTES:
+        return source
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
