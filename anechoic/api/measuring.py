@@ -13,6 +13,7 @@ from anechoic.outcome import Outcome, package_version
 # What can be measured -> the module that does: `run(options) -> rows`, and `PEERS`, the packages it compares with.
 BENCHMARKS = {
     "data": "anechoic.benchmarks.data",
+    "sample": "anechoic.benchmarks.sample",
 }
 
 
