@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
@@ -64,24 +65,27 @@ def launch(function: Callable[..., Result], *arguments: Any, devices: int) -> Re
 
     A UserError in the processes is raised here; a signal to this process is passed on, and they may save and end.
     """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=devices,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.2,
-        start_method="spawn",
-    )
-    try:
-        results = elastic_launch(config, _worker)(function, arguments)
-    except SignalException as problem:
-        raise InterruptedRun(problem.sigval) from None
+    with TemporaryDirectory() as notes:  # where the processes note an exception
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=devices,
+            logs_specs=DefaultLogsSpecs(log_dir=notes),
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            monitor_interval=0.2,
+            start_method="spawn",
+        )
+        try:
+            results = elastic_launch(config, _worker)(function, arguments)
+        except SignalException as problem:
+            raise InterruptedRun(problem.sigval) from None
     kind, value = results[0]
     if kind == "user error":
         raise UserError(value)
@@ -116,24 +120,25 @@ def die_with_parent(*, every: float = 0.2) -> None:
 def join() -> Iterator[Place]:
     """Find this process's place; while open, the processes can talk to each other."""
     if not under_launcher():
-        yield Place(
-            0,
-            1,
-            torch.device(torch.accelerator.current_accelerator() or "cpu") if accelerators() else torch.device("cpu"),
-        )
+        yield Place(0, 1, own_device(0))
         return
     die_with_parent()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cpu")
-    if accelerators():
-        index = int(os.environ.get("LOCAL_RANK", 0))
-        torch.accelerator.set_device_index(index)
-        device = torch.device(torch.accelerator.current_accelerator().type, index)  # type: ignore[union-attr]
+    device = own_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group(dist.get_default_backend_for_device(device), rank=rank, world_size=world_size)
     try:
         yield Place(rank, world_size, device)
     finally:
         dist.destroy_process_group()
+
+
+def own_device(index: int) -> torch.device:
+    """The accelerator of this number, from now on the current one; the processor if there is none."""
+    accelerator = torch.accelerator.current_accelerator() if accelerators() else None
+    if accelerator is None:
+        return torch.device("cpu")
+    torch.accelerator.set_device_index(index)
+    return torch.device(accelerator.type, index)
 
 
 # ---- agreeing

@@ -260,6 +260,29 @@ def test_no_data_is_a_mistake(tmp_path):
         fit(tiny_config(data=DataConfig()), tmp_path)
 
 
+def test_tensorboard_files_on_demand(tmp_path):
+    pytest.importorskip("tensorboard")
+    fit(tiny_config(steps=2, watch=WatchConfig(every=BATCH, report=BATCH, tensorboard=True)), tmp_path)
+    assert list((tmp_path / "tensorboard").glob("events.*"))
+
+
+def test_tensorboard_without_its_package_is_a_mistake(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UserError, match=r"anechoic\[tensorboard\]"):
+        fit(tiny_config(steps=2, watch=WatchConfig(tensorboard=True)), tmp_path)
+
+
+def test_progress_on_a_log(tmp_path, capsys):
+    """Without a terminal: the frozen config first, then a line per look."""
+    fit(tiny_config(steps=20), tmp_path, verbose=True)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith(f"{tmp_path}: starting, ")
+    assert any("alpha_min 0.6" in line for line in lines)
+    assert [line.split()[0] for line in lines if " samples  held_out_loss " in line] == ["0", "320", "640"]
+    fit(tiny_config(steps=20), tmp_path / "quiet")
+    assert capsys.readouterr().err == ""
+
+
 # ---- faults
 
 

@@ -98,12 +98,15 @@ def pretrain(
 
 
 def alpha_min_reason(config: Config) -> str:
-    """One line: which alpha_min was chosen for a run of this length, and why."""
+    """One line: which alpha_min was chosen by the run's length, and what to say for the other."""
+    from anechoic.recipes.pretrain import CROSSOVER_UPDATES
+
     if config.shortcut.alpha_min == 1:
         return (
-            "alpha_min 1, plain residual connections with skips: a run this short gains nothing from fading shortcuts."
+            f"alpha_min 1, plain residual connections with skips: shortcuts fade only in runs of {CROSSOVER_UPDATES:,} "
+            "updates and more, or with --alpha-min auto."
         )
-    return "alpha_min auto, shortcuts that fade with depth: the run is long enough for more abstract features."
+    return f"alpha_min auto, shortcuts fade with depth: the run has {CROSSOVER_UPDATES:,} updates or more."
 
 
 def pretrain_config_for(data: str, **choices: Any) -> Config:
