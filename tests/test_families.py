@@ -3,14 +3,16 @@
 import copy
 import io
 import pickle
+import sys
 
 import pytest
 import torch
-from families_zoo import CASES, IMAGES, fresh, vit, with_reference_blocks
+from families_zoo import CASES, IMAGES, TOKENS, fresh, vit, with_reference_blocks
 from torch import nn
 
 import anechoic
 from anechoic import decay, fold, shortcuts
+from anechoic.families import Twin, register
 from anechoic.shortcut import linear
 from anechoic.surgery import weight_factors
 
@@ -158,8 +160,22 @@ def train_in_process(rank, folder, cases):
     for case in cases:
         model = decay(fresh(case), 0.6).eval()
         losses[case] = two_steps(case, model, Parallel(DistributedDataParallel(model, find_unused_parameters=True)))
+        losses[f"{case}, sharded"] = two_steps(case, sharded(decay(fresh(case), 0.6)))
     torch.save(losses, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
+
+
+def sharded(model):
+    """Every joined block and the network around them under FSDP2, on the CPU."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    for module in list(model.modules()):
+        # DiT's network reaches into its first block for the embedding of time, so its blocks stay in one piece with it.
+        if isinstance(module, Twin) and "DiT" not in type(module).__name__:
+            fully_shard(module, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 class Parallel:
@@ -182,6 +198,30 @@ def test_two_processes_train_alike(plain, tmp_path):
         losses = torch.load(tmp_path / f"{rank}.pt")
         for case, values in expected.items():
             assert losses[case] == pytest.approx(values, rel=1e-9)
+            assert losses[f"{case}, sharded"] == pytest.approx(values, rel=1e-9)
+
+
+@pytest.mark.parametrize("case", ["timm-vit", "timm-swin", "torchvision-resnet", "torch-encoder"])
+def test_exported_programs_agree(case, plain):
+    decayed = decay(plain(case), 0.6)
+    x = TOKENS if case.startswith("torch-") else IMAGES
+    program = torch.export.export(decayed, (x,)).module()
+    torch.testing.assert_close(program(x), decayed(x), atol=1e-12, rtol=1e-12)
+
+
+def test_gradient_checkpointing_still_works(plain):
+    def gradients(model):
+        CASES[case].call(model.train()).square().sum().backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+    for case, switch in (("timm-eva", "set_grad_checkpointing"), ("transformers-vit", "gradient_checkpointing_enable")):
+        decayed, saving = decay(plain(case), 0.6), decay(plain(case), 0.6)
+        getattr(saving, switch)()
+        torch.manual_seed(0)
+        expected = gradients(decayed)
+        torch.manual_seed(0)
+        for name, gradient in gradients(saving).items():
+            torch.testing.assert_close(gradient, expected[name])
 
 
 # ---- choices
@@ -358,3 +398,38 @@ def test_other_uses_of_the_block_of_dit_are_refused():
 
     with pytest.raises(anechoic.errors.UserError, match="used with 'layer_norm'"):
         decay(nn.Sequential(BasicTransformerBlock(24, 2, 12)))
+
+
+def test_another_version_of_a_library_is_named(plain, monkeypatch):
+    model = plain("timm-vit")
+    monkeypatch.setitem(sys.modules, "anechoic.families.of_timm", None)
+    with pytest.raises(anechoic.errors.UserError, match=r"version of timm lacks.*anechoic\[families\]"):
+        decay(model)
+
+
+def test_a_twin_must_be_one():
+    class Lonely(nn.Module):
+        pass
+
+    with pytest.raises(anechoic.errors.UserError, match=r"Lonely must derive from anechoic\.families\.Twin"):
+        register(Lonely)
+
+
+def test_a_twin_without_branches_says_what_folding_needs():
+    class Block(nn.Module):
+        def forward(self, x):
+            return x + x.sin()
+
+    @register
+    class DecayedBlock(Twin, Block):
+        kinds = ("mlp",)
+
+        def forward(self, x):
+            return self.shortcut1(x, x.sin())
+
+    decayed = decay(nn.Sequential(Block(), Block()), 0.5)
+    x = torch.randn(3)
+    y = x + x.sin()
+    torch.testing.assert_close(decayed(x), 0.5 * y + y.sin())
+    with pytest.raises(anechoic.errors.UserError, match="Block can be decayed, but its twin does not describe"):
+        fold(decayed)
