@@ -73,6 +73,27 @@ def test_kinds_are_balanced_and_masks_show_them() -> None:
         assert 0.01 < (mask > 0).float().mean() < 0.6
 
 
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_labels_name_the_shape_that_is_shown(split: str) -> None:
+    """The middle of a disc or square is covered, that of a ring or of two dots is not; a bar is long, a disc round."""
+    source = open_source(f"scenes:{split}:200", labels=True, size=64)
+    assert isinstance(source, Scenes)
+    assert source.labels is not None
+    for k in range(200):
+        kind, mask = KINDS[source.labels[k]], source.mask(k) > 0
+        assert source.name(k).endswith(kind)
+        places = mask.nonzero().double()
+        if mask[0].any() or mask[-1].any() or mask[:, 0].any() or mask[:, -1].any():
+            continue  # cut by the edge, its middle is not the shape's
+        row, column = places.mean(0).round().long().tolist()
+        if kind in ("disc", "square", "triangle", "cross", "star", "bar", "half"):
+            assert mask[row, column]
+        if kind in ("ring", "dots"):
+            assert not mask[row, column]
+        short, long = torch.linalg.eigvalsh(torch.cov(places.T)).sqrt().tolist()
+        assert (long > 1.8 * short) == (kind in ("bar", "dots")) or kind in ("crescent", "half")
+
+
 def test_masks_cut_out_the_shape() -> None:
     """The colours inside and outside of the mask differ more than those of a mask moved elsewhere."""
     source = Scenes(60, size=32)

@@ -6,14 +6,15 @@ import itertools
 import math
 import random
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from anechoic.benchmarks.timing import Options, interleave, row
 from anechoic.data import Loader, Scenes, Source, decoding, normalise, open_source
@@ -24,7 +25,7 @@ from anechoic.recipes.pocket import pocket_mae_cifar100
 
 PEERS = ("pillow", "simplejpeg")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-JPEG_SIZE, BATCH, BATCHES = 64, 64, 8
+JPEG_SIZE, BATCH, BATCHES = 64, 64, 12
 MADE_UP_JPEGS, MADE_UP_SMALL = 500, 10_000
 
 
@@ -60,11 +61,6 @@ def random_box(width: int, height: int) -> tuple[int, int, int, int]:
     return 0, 0, width, height
 
 
-def endless(loader: DataLoader) -> Iterator[torch.Tensor]:
-    while True:
-        yield from loader
-
-
 def run(options: Options) -> list[dict[str, Any]]:
     """JPEGs decoded by Pillow, by simplejpeg and from the cache, each against the peer; small images against a step."""
     with tempfile.TemporaryDirectory() as temporary:
@@ -91,42 +87,33 @@ def jpeg_rows(folder: Path, *, rounds: int, workers: int) -> list[dict[str, Any]
             f"This benchmark needs a folder of JPEGs, and {str(folder)!r} is something else; give one with --images."
         )
     paths = [folder / source.name(k) for k in range(len(source))]
-    peer = endless(
-        DataLoader(PillowCrops(paths, size=JPEG_SIZE), BATCH, shuffle=True, drop_last=True, num_workers=workers)
-    )
+    dataset = PillowCrops(paths, size=JPEG_SIZE)
+    sampler = RandomSampler(dataset, replacement=True, num_samples=BATCH * BATCHES)
+    crops = DataLoader(dataset, BATCH, sampler=sampler, num_workers=workers)
 
-    def ours(*, cache: bool) -> Callable[[], None]:
+    # Every turn starts its workers anew, so that nobody works ahead while another is timed.
+    def peer() -> None:
+        for _ in crops:
+            pass
+
+    def ours(*, cache: bool, simplejpeg: ModuleType | None) -> Callable[[], None]:
         loader = Loader(source, image_size=JPEG_SIZE, batch_size=BATCH, shuffle=True, workers=workers, cache=cache)
-        batches = iter(loader)
-        # Workers keep the decoder they were started with.
-        first = next(batches)
-        assert first.images.shape == (BATCH, 3, JPEG_SIZE, JPEG_SIZE)
 
         def work() -> None:
-            for batch in itertools.islice(batches, BATCHES):
-                normalise(batch.images, MEAN, STD)
+            installed, decoding.simplejpeg = decoding.simplejpeg, simplejpeg
+            try:
+                for batch in itertools.islice(loader, BATCHES):
+                    normalise(batch.images, MEAN, STD)
+            finally:
+                decoding.simplejpeg = installed
 
         return work
 
-    def pillow_only(work: Callable[[], None]) -> Callable[[], None]:
-        def timed() -> None:
-            fast, decoding.simplejpeg = decoding.simplejpeg, None
-            try:
-                work()
-            finally:
-                decoding.simplejpeg = fast
-
-        return timed
-
-    contestants: dict[str, Callable[[], object]] = {
-        "Pillow and DataLoader": lambda: list(itertools.islice(peer, BATCHES))
-    }
-    fast, decoding.simplejpeg = decoding.simplejpeg, None
-    contestants["decoded by Pillow"] = pillow_only(ours(cache=False))
-    decoding.simplejpeg = fast
-    if fast is not None:
-        contestants["decoded by simplejpeg"] = ours(cache=False)
-    contestants["from the cache"] = ours(cache=True)
+    contestants: dict[str, Callable[[], object]] = {"Pillow and DataLoader": peer}
+    contestants["decoded by Pillow"] = ours(cache=False, simplejpeg=None)
+    if decoding.simplejpeg is not None:
+        contestants["decoded by simplejpeg"] = ours(cache=False, simplejpeg=decoding.simplejpeg)
+    contestants["from the cache"] = ours(cache=True, simplejpeg=decoding.simplejpeg)
     timing = interleave(contestants, rounds=rounds)
     return [
         row(

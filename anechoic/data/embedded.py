@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from anechoic.errors import UserError
 
 SPLITS = ("train", "test")
 KINDS = ("disc", "ring", "square", "triangle", "bar", "cross", "star", "crescent", "half", "dots")
-SCENES_VERSION = 1
+SCENES_VERSION = 2
 TRAIN_SCENES, TEST_SCENES = 10_000, 2_000
 # Test scenes are the same endless sequence from here on, so no number of training scenes reaches them.
 TEST_OFFSET = 1 << 40
@@ -64,7 +65,7 @@ def open_scenes(rest: list[str], *, labels: bool, channels: int, size: int, seed
 
 
 class Scenes(Source):
-    """count scenes of size x size; scene i is a function of (seed, split, i, size) alone, its kind is i modulo 10."""
+    """count scenes of size x size; scene i is a function of (seed, split, i, size) alone, and kinds take turns."""
 
     def __init__(
         self, count: int, *, split: str = "train", labels: bool = True, channels: int = 3, size: int = 64, seed: int = 0
@@ -81,7 +82,7 @@ class Scenes(Source):
             size,
             seed,
         )
-        self.labels = np.arange(count, dtype=np.int64) % len(KINDS) if labels else None
+        self.labels = kind_of(np.arange(count, dtype=np.int64) + self.offset) if labels else None
         self.classes = KINDS if labels else None
         self.fingerprint = digest("scenes", SCENES_VERSION, count, split, size, seed)
 
@@ -89,7 +90,7 @@ class Scenes(Source):
         return self.count
 
     def name(self, index: int) -> str:
-        return f"{index:06d}-{KINDS[index % len(KINDS)]}"
+        return f"{index:06d}-{KINDS[kind_of(index + self.offset)]}"
 
     def read(self, index: int, *, min_side: int | None = None) -> Tensor:
         return self._images([index])[0]
@@ -100,8 +101,9 @@ class Scenes(Source):
 
     def mask(self, index: int) -> Tensor:
         """uint8 (size, size): 0 on the ground, 1 + kind on the shape."""
-        _, cover = draw_scenes(torch.tensor([index + self.offset]), size=self.size, seed=self.seed)
-        return (cover[0] > 0.5).to(torch.uint8) * (1 + index % len(KINDS))
+        number = index + self.offset
+        _, cover = draw_scenes(torch.tensor([number]), size=self.size, seed=self.seed)
+        return (cover[0] > 0.5).to(torch.uint8) * (1 + kind_of(number))
 
     def _images(self, indices: Sequence[int]) -> Sequence[Tensor]:
         ids = torch.as_tensor(list(indices), dtype=torch.int64) + self.offset
@@ -109,6 +111,11 @@ class Scenes(Source):
         if self.channels == 1:
             images = torch.from_numpy(luminance(images.permute(0, 2, 3, 1).numpy())).permute(0, 3, 1, 2)
         return images.unbind(0)
+
+
+def kind_of(number: Any) -> Any:
+    """The kind of the shape in a scene, from the scene's number in the endless sequence (an integer or an array)."""
+    return number % len(KINDS)
 
 
 def draw_scenes(ids: Tensor, *, size: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -124,7 +131,7 @@ def draw_scenes(ids: Tensor, *, size: int, seed: int) -> tuple[Tensor, Tensor]:
     left, top = reach * (2 * draws[:, 2] - 1), reach * (2 * draws[:, 3] - 1)
     dx, dy = (x - _each(left)) / _each(radius), (y - _each(top)) / _each(radius)
     cosine, sine = _each(torch.cos(turn)), _each(torch.sin(turn))
-    cover = _cover(ids % len(KINDS), cosine * dx + sine * dy, cosine * dy - sine * dx, scale=_each(radius) * (size / 2))
+    cover = _cover(kind_of(ids), cosine * dx + sine * dy, cosine * dy - sine * dx, scale=_each(radius) * (size / 2))
 
     ground, shape = draws[:, 4:7], (draws[:, 4:7] + 0.5 + 0.3 * (draws[:, 7:10] - 0.5)) % 1
     images = torch.lerp(
