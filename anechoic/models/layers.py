@@ -246,12 +246,24 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
         self.proj = nn.Linear(dim, dim)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
+        """x (B, N, D) -> (B, N, D), or only the outputs at rows (B, M) -> (B, M, D), which still attend to all of x."""
         B, N, D = x.shape
-        qkv = self.qkv(x).view(B, N, 3, self.num_heads, D // self.num_heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, H, N, D/H)
-        x = F.scaled_dot_product_attention(q, k, v)
-        return self.proj(x.transpose(1, 2).reshape(B, N, D))
+        if rows is None:
+            q, k, v = self.split(self.qkv(x), 3)
+        else:
+            weight, bias = self.qkv.weight, self.qkv.bias
+            first, others = (None, None) if bias is None else (bias[:D], bias[D:])
+            (q,) = self.split(F.linear(take(x, rows), weight[:D], first), 1)
+            k, v = self.split(F.linear(x, weight[D:], others), 2)
+        x = F.scaled_dot_product_attention(q, k, v)  # (B, H, N or M, D/H)
+        return self.proj(x.transpose(1, 2).reshape(B, -1, D))
+
+    def split(self, x: Tensor, parts: int) -> tuple[Tensor, ...]:
+        """(B, N, parts * D) -> parts of (B, H, N, D/H)"""
+        B, N, width = x.shape
+        heads = x.view(B, N, parts, self.num_heads, width // parts // self.num_heads)
+        return heads.permute(2, 0, 3, 1, 4).unbind(0)
 
 
 class Mlp(nn.Module):
@@ -303,8 +315,10 @@ class Block(nn.Module):
         self.drop_path = DropPath(drop_path)
         self.shortcut1, self.shortcut2 = shortcuts or (Shortcut(kind="attention"), Shortcut(kind="mlp"))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.shortcut1(x, self.drop_path(self.attn(self.norm1(x))))
+    def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
+        """x (B, N, D) -> (B, N, D); with rows (B, M) only those tokens are computed -> (B, M, D)."""
+        fx = self.drop_path(self.attn(self.norm1(x), rows))
+        x = self.shortcut1(x if rows is None else take(x, rows), fx)
         return self.shortcut2(x, self.drop_path(self.mlp(self.norm2(x))))
 
     def branches(self) -> list[Branch]:

@@ -220,11 +220,11 @@ class MaskedAutoencoder(Network):
         masking = mask_by_noise(noise, int(N * (1 - self.config.mask_ratio)))
 
         taps = self.encode(patches, grid, masking.keep)
-        x = self.decode(taps, masking.place, grid)
         if self.training:
-            hidden = self.predictor(self.decoder_norm(take(x, masking.hidden + 1)))
-            prediction = hidden
+            x = self.decode(taps, masking.place, grid, rows=masking.hidden + 1)
+            hidden = prediction = self.predictor(self.decoder_norm(x))
         else:
+            x = self.decode(taps, masking.place, grid)
             prediction = self.predictor(self.decoder_norm(x[:, 1:]))
             hidden = take(prediction, masking.hidden)
         target = take(patches, masking.hidden)
@@ -244,8 +244,8 @@ class MaskedAutoencoder(Network):
             return [outputs[i] for i in self.sources]
         return [x if self.encoder.norm is None else self.encoder.norm(x)]
 
-    def decode(self, taps: list[Tensor], place: Tensor, grid: tuple[int, int]) -> Tensor:
-        """-> decoder stream (B, 1 + N, D) before the final norm."""
+    def decode(self, taps: list[Tensor], place: Tensor, grid: tuple[int, int], *, rows: Tensor | None = None) -> Tensor:
+        """-> decoder stream (B, 1 + N, D) before the final norm; with rows (B, M) the last block computes only those."""
         B = len(place)
         positions = self.decoder_positions
         if grid != self.config.grid:
@@ -254,12 +254,12 @@ class MaskedAutoencoder(Network):
             start = torch.cat([self.decoder_class_token, positions], dim=1)
             x = self.decoder_embed(start).expand(B, -1, -1)
         else:
-            rows = torch.cat([self.decoder_embed(taps[0]), self.mask_token.expand(B, -1, -1)], dim=1)
-            x = take(rows, place) + F.pad(positions, (0, 0, 1, 0))
+            heard = torch.cat([self.decoder_embed(taps[0]), self.mask_token.expand(B, -1, -1)], dim=1)
+            x = take(heard, place) + F.pad(positions, (0, 0, 1, 0))
         for i, block in enumerate(self.decoder_blocks):
             if i < len(self.sources):
                 x = self.skips[i](x, taps[i], place)
-            x = block(x)
+            x = block(x, rows if i == self.config.decoder_depth - 1 else None)
         return x
 
     def current_config(self) -> NetworkConfig:
