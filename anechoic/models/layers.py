@@ -248,7 +248,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         """x (B, N, D) -> (B, N, D), or only the outputs at rows (B, M) -> (B, M, D), which still attend to all of x."""
-        B, N, D = x.shape
+        B, D = x.shape[0], x.shape[2]
         if rows is None:
             q, k, v = self.split(self.qkv(x), 3)
         else:

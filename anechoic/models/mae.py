@@ -245,7 +245,7 @@ class MaskedAutoencoder(Network):
         return [x if self.encoder.norm is None else self.encoder.norm(x)]
 
     def decode(self, taps: list[Tensor], place: Tensor, grid: tuple[int, int], *, rows: Tensor | None = None) -> Tensor:
-        """-> decoder stream (B, 1 + N, D) before the final norm; with rows (B, M) the last block computes only those."""
+        """-> decoder stream (B, 1 + N, D) before the final norm, or only its rows (B, M)."""
         B = len(place)
         positions = self.decoder_positions
         if grid != self.config.grid:
