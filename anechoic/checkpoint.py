@@ -102,10 +102,13 @@ def remove(directory: Path) -> None:
         shutil.rmtree(doomed)
 
 
-def prune(folder: Path, *, keep_last: int, keep_every: int) -> None:
-    """Delete all but the newest keep_last checkpoints and those at multiples of keep_every samples (0: none)."""
+def prune(folder: Path, *, keep_last: int, keep_every: int = 0, spacing: int = 1) -> None:
+    """Delete all but the newest keep_last checkpoints and the first one from each multiple of keep_every on (0: none).
+
+    spacing: the samples between two checkpoints.
+    """
     for path in checkpoints(folder)[:-keep_last]:
-        if not (keep_every and int(path.name) % keep_every == 0):
+        if not (keep_every and int(path.name) >= keep_every and int(path.name) % keep_every < spacing):
             remove(path)
 
 
@@ -211,7 +214,9 @@ def model_directory(path: str | Path) -> Path:
         raise UserError(f"There is no run or model directory {path}.")
     if (path / "model.safetensors").exists():
         return path
-    if (path / "model").is_dir():
+    # A run that goes on after its weights were exported has newer ones.
+    finished = (path / "results.json").exists() or not checkpoints(path / "checkpoints")
+    if finished and (path / "model").is_dir():
         return path / "model"
     found = latest(path / "checkpoints")
     if found is None:

@@ -194,7 +194,7 @@ class SaveConfig(Section):
     keep_last: Count = 2
     """how many of the newest checkpoints stay"""
     keep_every: Whole = 0
-    """a checkpoint at each multiple of so many samples stays for good; 0 keeps none"""
+    """the first checkpoint from each multiple of so many samples on stays for good; 0 keeps none"""
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
         # One forward of the model and its objective is what processes average the gradient of.
         task = Task(model, objective, seed=config.seed)
         if config.compile:
-            model.compile()
+            task.compile()  # not the model itself, which is also looked into
         trained = parallel(place, task)
         autocast = (
             torch.autocast(place.device.type, dtype=torch.bfloat16) if config.precision == "bfloat16" else nullcontext()
@@ -299,7 +299,8 @@ def save(run: Run, config: Config, *, seen: int, tensors: dict, card: dict, stat
     try:
         run.flush()
         checkpoint.save(run.checkpoints, seen=seen, tensors=tensors, card=card, state=state)
-        checkpoint.prune(run.checkpoints, keep_last=config.save.keep_last, keep_every=config.save.keep_every)
+        keep = config.save
+        checkpoint.prune(run.checkpoints, keep_last=keep.keep_last, keep_every=keep.keep_every, spacing=keep.every or 1)
     except OSError as problem:
         log.warning(
             "The checkpoint at %d samples could not be saved (%s); the run goes on and will try again.", seen, problem

@@ -43,7 +43,10 @@ def catch_signals() -> Iterator[Stop]:
 
 @contextmanager
 def reproducible(*, threads: int) -> Iterator[None]:
-    """Deterministic kernels and the run's number of threads (sums depend on both); as it was before, afterwards."""
+    """Deterministic kernels, the run's number of threads (sums depend on both), random numbers of its own.
+
+    Afterwards all is as it was before.
+    """
     before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     warned = torch.is_deterministic_algorithms_warn_only_enabled()
     deterministic: Any = torch.utils.deterministic
@@ -53,7 +56,8 @@ def reproducible(*, threads: int) -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     deterministic.fill_uninitialized_memory = False  # costs time, and nothing here reads such memory
     try:
-        yield
+        with torch.random.fork_rng(devices=[]):
+            yield
     finally:
         torch.set_num_threads(before[0])
         torch.use_deterministic_algorithms(before[1], warn_only=warned)

@@ -102,12 +102,13 @@ def test_leftovers_of_a_killed_save_are_no_checkpoints(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("keep_last", "keep_every", "kept"), [(2, 0, [64, 80]), (1, 32, [32, 64, 80]), (9, 0, [16, 32, 48, 64, 80])]
+    ("keep_last", "keep_every", "kept"),
+    [(2, 0, [64, 80]), (1, 32, [32, 64, 80]), (1, 40, [48, 80]), (9, 0, [16, 32, 48, 64, 80])],
 )
 def test_pruning(tmp_path, keep_last, keep_every, kept):
     for seen in (16, 32, 48, 64, 80):
         (tmp_path / f"{seen:012d}").mkdir()
-    checkpoint.prune(tmp_path, keep_last=keep_last, keep_every=keep_every)
+    checkpoint.prune(tmp_path, keep_last=keep_last, keep_every=keep_every, spacing=16)
     assert [int(path.name) for path in checkpoint.checkpoints(tmp_path)] == kept
     assert len(list(tmp_path.iterdir())) == len(kept)
 
@@ -185,6 +186,14 @@ def test_load_prefers_averaged_weights(tmp_path):
     assert equal(anechoic.load(tmp_path).state_dict(), average.state_dict())
     checkpoint.export_weights(tmp_path)
     assert equal(anechoic.load(tmp_path / "model").state_dict(), average.state_dict())
+
+
+def test_an_unfinished_run_is_loaded_from_its_newest_checkpoint(tmp_path):
+    write(tmp_path / "checkpoints", seen=64)
+    checkpoint.export_weights(tmp_path)
+    newer = tiny_mae(seed=5)
+    write(tmp_path / "checkpoints", seen=128, model=newer)
+    assert equal(anechoic.load(tmp_path).state_dict(), newer.state_dict())
 
 
 def test_the_card_says_what_the_network_is(tmp_path):

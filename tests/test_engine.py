@@ -247,8 +247,12 @@ def test_drop_path_is_a_function_of_progress(tmp_path):
 
 def test_settings_of_the_process_are_put_back(tmp_path):
     torch.set_num_threads(2)
+    torch.manual_seed(11)
+    expected = torch.rand(3)
+    torch.manual_seed(11)
     try:
         fit(tiny_config(steps=1), tmp_path)
+        assert torch.equal(torch.rand(3), expected)
         assert torch.get_num_threads() == 2
         assert not torch.are_deterministic_algorithms_enabled()
     finally:
