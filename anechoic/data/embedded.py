@@ -22,7 +22,7 @@ from anechoic.errors import UserError
 
 SPLITS = ("train", "test")
 KINDS = ("disc", "ring", "square", "triangle", "bar", "cross", "star", "crescent", "half", "dots")
-SCENES_VERSION = 2
+SCENES_VERSION = 3
 TRAIN_SCENES, TEST_SCENES = 10_000, 2_000
 # Test scenes are the same endless sequence from here on, so no number of training scenes reaches them.
 TEST_OFFSET = 1 << 40
@@ -124,10 +124,10 @@ def draw_scenes(ids: Tensor, *, size: int, seed: int) -> tuple[Tensor, Tensor]:
     axis = (torch.arange(size) + 0.5) * (2 / size) - 1
     x, y = axis[None, None, :], axis[None, :, None]
 
-    radius = 0.45 + 0.35 * draws[:, 0]
+    radius = 0.38 + 0.3 * draws[:, 0]
     turn = 2 * math.pi * draws[:, 1]
     # The shape may lose a little over the edge, never its middle.
-    reach = (1.1 - radius).clamp(max=0.6)
+    reach = (1.12 - radius).clamp(max=0.7)
     left, top = reach * (2 * draws[:, 2] - 1), reach * (2 * draws[:, 3] - 1)
     dx, dy = (x - _each(left)) / _each(radius), (y - _each(top)) / _each(radius)
     cosine, sine = _each(torch.cos(turn)), _each(torch.sin(turn))
@@ -155,7 +155,7 @@ def _texture(x: Tensor, y: Tensor, colour: Tensor, draws: Tensor) -> Tensor:
         along = _each(torch.cos(angle) * cycles * math.pi) * x + _each(torch.sin(angle) * cycles * math.pi) * y
         waves.append(torch.sin(along + _each(phase)))
     pattern = torch.lerp(waves[0], waves[0] * waves[1], _each(draws[:, 6]))
-    tint = 0.55 * (draws[:, 7:10] - 0.5)
+    tint = 0.75 * (draws[:, 7:10] - 0.5)
     return colour[:, :, None, None] + tint[:, :, None, None] * pattern[:, None]
 
 
