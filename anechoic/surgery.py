@@ -133,13 +133,19 @@ def streams(model: nn.Module) -> list[Found]:
         raise UserError(
             f"Nothing in {type(model).__name__} was recognised as a residual branch; looked for: {families.KNOWN}."
         )
+    inner = [
+        type(each.module).__name__ for each in found if isinstance(each.module, Network) and each.module is not model
+    ]
+    if inner:
+        # Its config and marks must follow its shortcuts, so it is rebuilt and not edited.
+        raise UserError(f"{inner[0]} inside {type(model).__name__} is a network of ours: convert it, then put it back.")
     return found
 
 
 def _find(model: nn.Module) -> list[Found]:
     """The residual streams as they are, without joining anything."""
     if isinstance(model, Network):
-        return [Found("", model, model.stream().shortcuts, model.stream)]
+        return [Found(model, model.stream().shortcuts, model.stream)]
     return families.find(model)
 
 
@@ -282,7 +288,7 @@ class Edit(NamedTuple):
 def rescale(stream: Stream, factors: Factors) -> None:
     """Edit weights and eps in place so that, with the new (alpha, beta) per branch, the outputs stay the same."""
     todo = [edit for edit in edits(stream, factors) if edit.factor != 1]
-    _check_distinct(todo)
+    _check_editable(todo)
     for edit in todo:
         multiply(*edit)
 
@@ -354,25 +360,29 @@ def read(reads: Read, ratio: float) -> Iterator[Edit]:
 
 def scale_output(module: nn.Module, factor: float) -> Iterator[Edit]:
     """Multiply what an affine module puts out."""
-    names = [name for name, _ in module.named_parameters(recurse=False)]
-    if factor != 1 and not names:
+    names = {name for name, _ in module.named_parameters(recurse=False)}
+    if factor != 1 and not {"weight"} <= names <= {"weight", "bias"}:
         raise UserError(
-            f"A branch that ends in {type(module).__name__} without parameters cannot be rescaled: decay it without "
-            f"preserve."
+            f"A branch that ends in {type(module).__name__} cannot be rescaled, because its weight is no parameter of "
+            f"its own: decay it without preserve."
         )
-    for name in names:
+    for name in sorted(names, reverse=True):
         yield Edit(Slot(module, name), factor)
 
 
-def _check_distinct(todo: Sequence[Edit]) -> None:
+def _check_editable(todo: Sequence[Edit]) -> None:
+    """Every tensor is the owner's own, not computed when it is asked for, and is edited once."""
     seen: set[tuple[int, str, object]] = set()
     for slot, _ in todo:
         value = getattr(slot.owner, slot.name)
+        where = f"{type(slot.owner).__name__}.{slot.name}"
+        if isinstance(value, Tensor) and slot.name not in (*slot.owner._parameters, *slot.owner._buffers):
+            raise UserError(f"{where} is computed from other tensors: remove its parametrization first.")
         key = (id(value), "", slot.columns) if isinstance(value, Tensor) else (id(slot.owner), slot.name, None)
         if key in seen:
             raise UserError(
-                f"{type(slot.owner).__name__}.{slot.name} serves in several places of the stream, and no one factor "
-                f"suits them all: untie the blocks first."
+                f"{where} serves in several places of the stream, and no one factor suits them all: untie the blocks "
+                f"first."
             )
         seen.add(key)
 

@@ -382,6 +382,33 @@ def test_shared_weights_are_refused():
         decay(encoder, 0.6, preserve=True)
 
 
+def test_a_network_of_ours_inside_another_module_is_converted_by_itself():
+    vit = anechoic.build_model("vit_tiny_patch4", image_size=8, dim=24, depth=2, num_heads=2, alpha_min=0.6)
+    wrapped = nn.Sequential(vit, nn.Linear(24, 3))
+    assert shortcuts(wrapped)[0].name == "0.blocks.0.shortcut1"
+    for act in (fold, decay):
+        with pytest.raises(anechoic.errors.UserError, match="VisionTransformer inside Sequential is a network of ours"):
+            act(wrapped)
+
+
+def test_one_block_that_runs_twice_is_refused(plain):
+    model = copy.deepcopy(plain("timm-vit"))
+    model.blocks[2] = model.blocks[0]
+    with pytest.raises(anechoic.errors.UserError, match=r"blocks\.0 and blocks\.2 are the same block"):
+        decay(model)
+
+
+def test_parametrized_weights_are_refused_where_they_would_have_to_change(plain):
+    written, read = copy.deepcopy(plain("timm-vit")), copy.deepcopy(plain("timm-resnet"))
+    nn.utils.parametrizations.weight_norm(written.blocks[1].mlp.fc2)
+    nn.utils.parametrizations.weight_norm(read.layer3[0].conv1)
+    assert len(shortcuts(decay(written, 0.6))) == 6
+    with pytest.raises(anechoic.errors.UserError, match="ParametrizedLinear cannot be rescaled"):
+        decay(written, 0.6, preserve=True)
+    with pytest.raises(anechoic.errors.UserError, match=r"ParametrizedConv2d\.weight is computed from other tensors"):
+        decay(read, 0.6, preserve=True)
+
+
 def test_decaying_twice_is_refused(plain):
     with pytest.raises(anechoic.errors.UserError, match="not plain: fold it first"):
         decay(decay(plain("timm-vit"), 0.6), 0.6)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -31,6 +32,13 @@ KNOWN = (
     "ResNet and ViT; diffusers DiT; torch.nn.TransformerEncoderLayer; blocks given to anechoic.families.register; and "
     "modules with a stream() method"
 )
+
+
+@runtime_checkable
+class TellsStream(Protocol):
+    """A module whose branches meet in Shortcuts and which tells its residual stream itself."""
+
+    def stream(self) -> Stream: ...
 
 
 class Twin:
@@ -106,7 +114,6 @@ def through(blocks: Iterable[Any]) -> list[Event]:
 class Found:
     """A residual stream in a model: the module it runs through, its shortcuts in order, and how to tell it in full."""
 
-    name: str
     module: nn.Module
     shortcuts: list[Shortcut]
     tell: Callable[[], Stream]
@@ -120,7 +127,19 @@ def join(model: nn.Module) -> list[Found]:
             _preparations[type(module)](module)
         if type(module) in _twins:
             _join_block(module)
+    _check_each_runs_once(model)
     return find(model)
+
+
+def _check_each_runs_once(model: nn.Module) -> None:
+    names: dict[int, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, Twin) and id(module) in names:
+            raise UserError(
+                f"{names[id(module)]} and {name} are the same block, and a shortcut has one alpha: give each a copy of "
+                f"its own."
+            )
+        names[id(module)] = name
 
 
 def release(model: nn.Module) -> None:
@@ -135,49 +154,39 @@ def release(model: nn.Module) -> None:
 
 def find(model: nn.Module) -> list[Found]:
     """The residual streams of a joined model, in the order of its modules."""
-    found, loose = [], []
-    for name, module in _outermost(model):
+    found: list[Found] = []
+    loose: list[Any] = []
+    for module in _outermost(model):
         if isinstance(module, Twin):
-            loose.append((name, module))
+            loose.append(module)
         else:
-            found.append(Found(name, module, _shortcuts_in(module), _teller(module)))
+            found.append(Found(module, _shortcuts_in(module), partial(_tell, module)))
     if loose:
-        found.append(_loose_stream(model, loose))
+        # Blocks of a model nobody described: their order is that of its modules, their surroundings are unknown.
+        shortcuts = [shortcut for block in loose for shortcut in _shortcuts_in(block)]
+        found.append(Found(model, shortcuts, lambda: Stream(tuple(through(loose)), ends_raw=True)))
     return [stream for stream in found if stream.shortcuts]
 
 
-def is_joined(model: nn.Module) -> bool:
-    """Whether the model's branches already meet in Shortcuts."""
-    return any(isinstance(module, Shortcut) for module in model.modules())
+def _tell(module: Any) -> Stream:
+    return _streams[type(module)](module) if type(module) in _streams else module.stream()
 
 
-def _teller(module: Any) -> Callable[[], Stream]:
-    describing = _streams.get(type(module))
-    return module.stream if describing is None else lambda: describing(module)
-
-
-def _loose_stream(model: nn.Module, loose: list[tuple[str, Any]]) -> Found:
-    """Blocks of a model nobody described: their order is that of its modules, their surroundings are unknown."""
-    blocks = [block for _, block in loose]
-    shortcuts = [shortcut for block in blocks for shortcut in _shortcuts_in(block)]
-    return Found(type(model).__name__, model, shortcuts, lambda: Stream(tuple(through(blocks)), ends_raw=True))
-
-
-def _outermost(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Described modules and, outside of them, twins."""
-    tells = callable(getattr(type(model), "stream", None)) and is_joined(model)
+def _outermost(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules that tell their stream or are described and, outside of them, twins."""
+    tells = isinstance(model, TellsStream) and any(isinstance(module, Shortcut) for module in model.modules())
     if isinstance(model, Twin) or type(model) in _streams or tells:
-        yield name, model
+        yield model
     elif type(model) not in _kept_plain:
-        for child_name, child in model.named_children():
-            yield from _outermost(child, f"{name}.{child_name}" if name else child_name)
+        for child in model.children():
+            yield from _outermost(child)
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:
     """Every module that may change, outermost first; unknown relatives of known blocks are refused."""
     kind = type(model)
     if kind in _refusals:
-        raise UserError(f"{kind.__name__} is not supported: {_refusals[kind]}.")
+        raise UserError(f"{kind.__name__} is not supported: {_refusals[kind]}; decay the parts you mean one by one.")
     if kind not in _twins and not isinstance(model, Twin):
         for known in _twins:
             if isinstance(model, known):
@@ -219,7 +228,7 @@ def _shortcuts_in(module: nn.Module) -> list[Shortcut]:
     if isinstance(module, Twin):
         return [getattr(module, name) for name in _shortcut_names(module)]
     if type(module) not in _streams:
-        return module.stream().shortcuts  # type: ignore[operator]
+        return _tell(module).shortcuts
     blocks = [block for block in module.modules() if isinstance(block, Twin)]
     return [shortcut for block in blocks for shortcut in _shortcuts_in(block)]
 
