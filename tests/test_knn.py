@@ -34,8 +34,18 @@ def quarters(rng, n, dim):
     return rows
 
 
+@pytest.fixture(params=["full precision", "sieved"])
+def route(request, monkeypatch):
+    """Both routes to the neighbours, whatever this processor would choose; the sieve for small data too."""
+    monkeypatch.setattr(knn, "half_is_fast", lambda device: request.param == "sieved")
+    monkeypatch.setattr(knn, "TILE", 64)
+    monkeypatch.setattr(knn, "BLOCK", 4)
+    return request.param
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("n", "k"), [(7, 3), (300, 20), (5000, 20), (5000, 1)])
+@pytest.mark.usefixtures("route")
 def test_votes_equal_brute_force(tied, n, k):
     rng = np.random.default_rng(n + k)
     make = quarters if tied else lambda rng, n, dim: rng.standard_normal((n, dim)).astype(np.float32)
@@ -61,6 +71,37 @@ def test_chunks_of_train_do_not_change_the_answer(monkeypatch, tied):
     parts = knn.nearest(train, queries, k=30)
     assert torch.equal(whole.indices, parts.indices)
     torch.testing.assert_close(whole.similarities, parts.similarities)
+
+
+def alike(rng, n, dim):
+    """Vectors with a large common part: their similarities differ in the third digit only."""
+    return (1 + 0.05 * rng.standard_normal((n, dim))).astype(np.float32)
+
+
+@pytest.mark.parametrize("make", [alike, lambda rng, n, dim: rng.standard_normal((n, dim)).astype(np.float32)])
+def test_a_sieve_never_loses_a_neighbour(make, monkeypatch):
+    """What it calls certain is right, and it is certain about most queries; the rest is computed in full."""
+    rng = np.random.default_rng(0)
+    train, queries = make(rng, 20000, 64), make(rng, 300, 64)
+    units, unit_queries = (torch.nn.functional.normalize(torch.from_numpy(x), dim=1) for x in (train, queries))
+    best, certain = knn.Sieve.of(units).nearest(unit_queries, k=10)
+    exact = (unit_queries.double() @ units.double().T).topk(10, dim=1)
+    assert certain.float().mean() > 0.5
+    torch.testing.assert_close(best.similarities[certain].double(), exact.values[certain], rtol=0, atol=1e-6)
+    monkeypatch.setattr(knn, "half_is_fast", lambda device: True)
+    found = knn.nearest(train, queries, k=10)
+    torch.testing.assert_close(found.similarities.double(), exact.values, rtol=0, atol=1e-6)
+
+
+def test_a_sieve_gives_up_on_vectors_that_are_all_alike(monkeypatch):
+    monkeypatch.setattr(knn, "half_is_fast", lambda device: True)
+    monkeypatch.setattr(knn, "QUERY_CHUNK", 8)
+    rng = np.random.default_rng(0)
+    train = (1 + 1e-6 * rng.standard_normal((9000, 16))).astype(np.float32)
+    found = knn.nearest(train, train[:40], k=5)
+    units = torch.nn.functional.normalize(torch.from_numpy(train), dim=1)
+    expected = (units[:40] @ units.T).sort(dim=1, descending=True, stable=True).values[:, :5]
+    torch.testing.assert_close(found.similarities, expected, rtol=0, atol=1e-6)
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(0, 10**6))

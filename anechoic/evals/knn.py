@@ -43,13 +43,16 @@ def nearest(train: np.ndarray | Tensor, queries: np.ndarray | Tensor, *, k: int)
         raise UserError(
             f"Train features have {train.shape[1]} channels, test features {queries.shape[1]}; use one encoder."
         )
-    scratch = train.new_empty(min(QUERY_CHUNK, len(queries)), padded(min(TRAIN_CHUNK, len(train))))
-    found = [nearest_to_chunk(train, chunk, k=k, scratch=scratch) for chunk in queries.split(QUERY_CHUNK)]
+    if half_is_fast(train.device) and Sieve.pays(len(train), k=k):
+        return sieved(train, queries, k=k)
+    found = [nearest_to_chunk(train, chunk, k=k) for chunk in queries.split(QUERY_CHUNK)]
     return Neighbours(torch.cat([f.similarities for f in found]), torch.cat([f.indices for f in found]))
 
 
-def padded(columns: int) -> int:
-    return -(-columns // TILE) * TILE
+def half_is_fast(device: torch.device) -> bool:
+    """Whether products of bfloat16 are done in hardware. Versions of torch that cannot tell count as no."""
+    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
+    return device.type == "cpu" and bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 def unit_rows(features: np.ndarray | Tensor, *, name: str) -> Tensor:
@@ -57,16 +60,21 @@ def unit_rows(features: np.ndarray | Tensor, *, name: str) -> Tensor:
     if x.ndim != 2 or len(x) == 0:
         raise UserError(f"The {name} features must be a non-empty matrix (samples, channels), not {tuple(x.shape)}.")
     x = x.float()
-    if not torch.isfinite(x).all():
+    # A sum is finite only if its terms are, and takes one pass.
+    if not torch.isfinite(x.sum(dtype=torch.float64)):
         raise UserError(
             f"The {name} features contain NaN or infinity: the weights are damaged, so use an earlier checkpoint."
         )
     return F.normalize(x, dim=1)
 
 
-def nearest_to_chunk(train: Tensor, queries: Tensor, *, k: int, scratch: Tensor) -> Neighbours:
+# ---- in full precision
+
+
+def nearest_to_chunk(train: Tensor, queries: Tensor, *, k: int) -> Neighbours:
     """Chunks of train in ascending order; concatenating best-so-far with the new ones keeps smaller indices first."""
     best: Neighbours | None = None
+    scratch = train.new_empty(len(queries), padded(min(TRAIN_CHUNK, len(train))))
     for start in range(0, len(train), TRAIN_CHUNK):
         chunk = train[start : start + TRAIN_CHUNK]
         table = scratch[: len(queries), : padded(len(chunk))]
@@ -79,6 +87,10 @@ def nearest_to_chunk(train: Tensor, queries: Tensor, *, k: int, scratch: Tensor)
         best = Neighbours(values[:, :k], indices[:, :k])
     assert best is not None
     return best
+
+
+def padded(columns: int) -> int:
+    return -(-columns // TILE) * TILE
 
 
 def fill(table: Tensor, queries: Tensor, train: Tensor) -> Tensor:
@@ -117,12 +129,99 @@ def top_by_blocks(table: Tensor, maxima: Tensor, *, k: int) -> tuple[Tensor, Ten
     """torch.topk in two levels: k largest values are found in the k blocks with the largest maxima."""
     if maxima.shape[1] <= 4 * k:
         return table.topk(k, dim=1)
-    chosen = maxima.topk(k, dim=1, sorted=False).indices
-    per_tile = TILE // BLOCK
-    first = chosen // per_tile * TILE + chosen % per_tile
-    columns = (first[:, :, None] + per_tile * torch.arange(BLOCK, device=table.device)).flatten(1)
+    columns = block_columns(maxima.topk(k, dim=1, sorted=False).indices)
     values, where = table.gather(1, columns).topk(k, dim=1)
     return values, columns.gather(1, where)
+
+
+def block_columns(blocks: Tensor) -> Tensor:
+    """The columns (Q, m BLOCK) of m blocks per row (Q, m)."""
+    per_tile = TILE // BLOCK
+    first = blocks // per_tile * TILE + blocks % per_tile
+    return (first[:, :, None] + per_tile * torch.arange(BLOCK, device=blocks.device)).flatten(1)
+
+
+# ---- sieved in half precision
+
+
+def sieved(train: Tensor, queries: Tensor, *, k: int) -> Neighbours:
+    """As `nearest_to_chunk`, but only what a sieve cannot decide is computed in full precision."""
+    sieve = Sieve.of(train)
+    similarities = queries.new_empty(len(queries), k)
+    indices = torch.empty(len(queries), k, dtype=torch.int64, device=queries.device)
+    undecided: list[Tensor] = []
+    for number, chunk in enumerate(queries.split(QUERY_CHUNK)):
+        rows = torch.arange(len(chunk), device=queries.device) + number * QUERY_CHUNK
+        if 2 * sum(len(part) for part in undecided) > number * QUERY_CHUNK > 0:
+            undecided.append(rows)  # these vectors are too much alike for a sieve
+            continue
+        best, certain = sieve.nearest(chunk, k=k)
+        similarities[rows], indices[rows] = best
+        undecided.append(rows[~certain])
+    for rows in torch.cat(undecided).split(QUERY_CHUNK):
+        similarities[rows], indices[rows] = nearest_to_chunk(train, queries[rows], k=k)
+    return Neighbours(similarities, indices)
+
+
+class Sieve(NamedTuple):
+    """Finds candidates in bfloat16 with a bound on its error, then ranks them in full precision.
+
+    With c the mean of the train vectors, q . t = q . c + c . (t - c) + (q - c) . (t - c). The first term is the same
+    for every t, the second is one exact number per t, kept as two columns that add up to it; so vectors that share a
+    large common part lose nothing by rounding. For rounded factors q' = (q - c) + dq and t' = (t - c) + dt the third
+    is wrong by at most ||dq|| ||t'|| + ||q - c|| ||dt||, and rounding the result adds 2^-9 of it. Whatever is further
+    below the k-th best than twice that bound cannot be among the best k.
+    """
+
+    train: Tensor
+    centre: Tensor
+    rounded: Tensor
+    largest: float
+    largest_error: float
+
+    @classmethod
+    def of(cls, train: Tensor) -> Sieve:
+        centre = train.mean(dim=0)
+        centred = train - centre
+        rounded = centred.bfloat16()
+        again = rounded.float()
+        largest, error = again.norm(dim=1).max().item(), again.sub_(centred).norm(dim=1).max().item()
+        offset = centred @ centre
+        high = offset.bfloat16()
+        low = (offset - high.float()).bfloat16()
+        columns = torch.cat([rounded, high[:, None], low[:, None]], dim=1)
+        return cls(train, centre, columns, largest, error)
+
+    @staticmethod
+    def width(k: int) -> int:
+        """How many candidates are looked at to find k."""
+        return k + k // 2 + 16
+
+    @staticmethod
+    def pays(n: int, *, k: int) -> bool:
+        return 4 * Sieve.width(k) < padded(n) // BLOCK and n <= TRAIN_CHUNK
+
+    def nearest(self, queries: Tensor, *, k: int) -> tuple[Neighbours, Tensor]:
+        """The k nearest of each query, and (Q,) whether they certainly are."""
+        centred = queries - self.centre
+        rough = centred.bfloat16()
+        table = torch.empty(len(queries), padded(len(self.train)), dtype=torch.bfloat16, device=queries.device)
+        maxima = fill(table, F.pad(rough, (0, 2), value=1.0), self.rounded)
+        values, columns = top_by_blocks(table, maxima, k=self.width(k))
+        values = values.float()
+        bound = (rough.float() - centred).norm(dim=1) * self.largest + centred.norm(dim=1) * self.largest_error
+        # The last term covers the second half of the offset and the rounding of sums in float32.
+        bound = bound + 2.0**-9 * values.abs().amax(dim=1) * 1.01 + 2e-5
+        lowest = values[:, k - 1] - 2 * bound
+        candidate = values >= lowest[:, None]
+        certain = ~candidate[:, -1]
+        # By index, so that the stable sort below keeps equal similarities in order.
+        columns, order = columns.sort(dim=1)
+        row, place = candidate.gather(1, order).nonzero(as_tuple=True)
+        exact = torch.full_like(values, -torch.inf)
+        exact[row, place] = torch.linalg.vecdot(self.train[columns[row, place]], queries[row])
+        best, order = exact.sort(dim=1, descending=True, stable=True)
+        return Neighbours(best[:, :k], columns.gather(1, order)[:, :k]), certain
 
 
 def vote(
