@@ -84,7 +84,7 @@ def test_a_sieve_never_loses_a_neighbour(make, monkeypatch):
     rng = np.random.default_rng(0)
     train, queries = make(rng, 20000, 64), make(rng, 300, 64)
     units, unit_queries = (torch.nn.functional.normalize(torch.from_numpy(x), dim=1) for x in (train, queries))
-    best, certain = knn.Sieve.of(units).nearest(unit_queries, k=10)
+    best, certain = knn.Sieve.of(units).nearest(unit_queries, k=10, table=knn.rough_table(unit_queries, 20000))
     exact = (unit_queries.double() @ units.double().T).topk(10, dim=1)
     assert certain.float().mean() > 0.5
     torch.testing.assert_close(best.similarities[certain].double(), exact.values[certain], rtol=0, atol=1e-6)

@@ -149,18 +149,25 @@ def sieved(train: Tensor, queries: Tensor, *, k: int) -> Neighbours:
     sieve = Sieve.of(train)
     similarities = queries.new_empty(len(queries), k)
     indices = torch.empty(len(queries), k, dtype=torch.int64, device=queries.device)
+    # Reused by every chunk: fresh memory of this size costs more than filling it.
+    table = rough_table(queries, len(train))
     undecided: list[Tensor] = []
     for number, chunk in enumerate(queries.split(QUERY_CHUNK)):
         rows = torch.arange(len(chunk), device=queries.device) + number * QUERY_CHUNK
         if 2 * sum(len(part) for part in undecided) > number * QUERY_CHUNK > 0:
             undecided.append(rows)  # these vectors are too much alike for a sieve
             continue
-        best, certain = sieve.nearest(chunk, k=k)
+        best, certain = sieve.nearest(chunk, k=k, table=table[: len(chunk)])
         similarities[rows], indices[rows] = best
         undecided.append(rows[~certain])
     for rows in torch.cat(undecided).split(QUERY_CHUNK):
         similarities[rows], indices[rows] = nearest_to_chunk(train, queries[rows], k=k)
     return Neighbours(similarities, indices)
+
+
+def rough_table(queries: Tensor, n: int) -> Tensor:
+    """Room for approximate similarities of a chunk of queries to n train vectors."""
+    return torch.empty(min(QUERY_CHUNK, len(queries)), padded(n), dtype=torch.bfloat16, device=queries.device)
 
 
 class Sieve(NamedTuple):
@@ -195,17 +202,16 @@ class Sieve(NamedTuple):
     @staticmethod
     def width(k: int) -> int:
         """How many candidates are looked at to find k."""
-        return k + k // 2 + 16
+        return 2 * k + 16
 
     @staticmethod
     def pays(n: int, *, k: int) -> bool:
         return 4 * Sieve.width(k) < padded(n) // BLOCK and n <= TRAIN_CHUNK
 
-    def nearest(self, queries: Tensor, *, k: int) -> tuple[Neighbours, Tensor]:
+    def nearest(self, queries: Tensor, *, k: int, table: Tensor) -> tuple[Neighbours, Tensor]:
         """The k nearest of each query, and (Q,) whether they certainly are."""
         centred = queries - self.centre
         rough = centred.bfloat16()
-        table = torch.empty(len(queries), padded(len(self.train)), dtype=torch.bfloat16, device=queries.device)
         maxima = fill(table, F.pad(rough, (0, 2), value=1.0), self.rounded)
         values, columns = top_by_blocks(table, maxima, k=self.width(k))
         values = values.float()
