@@ -24,6 +24,7 @@ from anechoic.diffusion import LinearFlow, Process, process_named, process_of
 from anechoic.distributed import join, launch
 from anechoic.errors import UserError
 from anechoic.fingerprint import hash_tensors
+from anechoic.models import build
 from anechoic.models.sit import SiT
 from anechoic.models.uvit import UViT
 from anechoic.sampling import Guidance, check_sampler, sample_batch, samplers_for
@@ -47,6 +48,7 @@ class Request:
     seed: int = 0
     process: str | None = None
     vae: str | None = None
+    untrained: bool = False
     batch_size: int = 64
 
 
@@ -73,11 +75,18 @@ def training_config(path: Path) -> dict[str, Any]:
     return {}
 
 
-def open_denoiser(path: Path) -> tuple[Any, dict[str, Any]]:
-    """The network (averaged weights, if it has them) and its run's config; other kinds of network are refused."""
+def open_denoiser(path: Path, *, untrained: bool = False) -> tuple[Any, dict[str, Any]]:
+    """The network (averaged weights, if it has them) and its run's config; other kinds of network are refused.
+
+    untrained gives the same network fresh weights: what scores must be compared with.
+    """
     model = load(path)
     if not isinstance(model, UViT | SiT):
         raise UserError(f"{path} holds no diffusion or flow model; only U-ViT and SiT networks make images.")
+    if untrained:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model.load_state_dict(build(model.config).state_dict())
     return model, training_config(path)
 
 
@@ -165,7 +174,7 @@ def generate(request: Request, *, devices: int = 1, progress: bool = True) -> Im
     with tempfile.TemporaryDirectory() as folder:
         receipt = launch(_generate_into, request, folder, progress, devices=devices)
         parts = [torch.from_numpy(np.load(Path(folder) / f"{rank}.npy")) for rank in range(devices)]
-    model, _ = open_denoiser(Path(request.run))
+    model, _ = open_denoiser(Path(request.run), untrained=request.untrained)
     return Images(torch.cat(parts), find_labels(request, model), receipt)
 
 
@@ -173,7 +182,7 @@ def refuse_impossible(request: Request) -> None:
     """All of a request that can be checked is, before any process starts or any network is evaluated."""
     if request.num < 1 or request.batch_size < 1:
         raise UserError("--num and --batch-size must be at least 1.")
-    model, config = open_denoiser(Path(request.run))
+    model, config = open_denoiser(Path(request.run), untrained=request.untrained)
     process = find_process(model, config, asked=request.process)
     name = request.sampler or samplers_for(process)[0]
     check_sampler(name, process=process, steps=request.steps, order=request.order)
@@ -195,7 +204,7 @@ def _generate_into(request: Request, folder: str, progress: bool) -> dict[str, A
 def _generate_part(request: Request, *, rank: int = 0, world_size: int = 1, progress: bool = False) -> Images:
     """This process's contiguous share of the images."""
     device = torch.device(torch.accelerator.current_accelerator() or "cpu")
-    model, config = open_denoiser(Path(request.run))
+    model, config = open_denoiser(Path(request.run), untrained=request.untrained)
     weights = hash_tensors(model.state_dict())
     model = model.to(device)
     process = find_process(model, config, asked=request.process)

@@ -241,6 +241,18 @@ def test_averaged_weights_are_the_ones_used(runs: dict[str, Path]) -> None:
     assert all(torch.equal(averaged[key], loaded[key]) for key in averaged)
 
 
+def test_untrained_weights_are_other_weights_and_always_the_same(runs: dict[str, Path]) -> None:
+    request = Request(run=str(runs["flow"]), num=2, steps=2)
+    trained, fresh, again = (
+        generate(replace(request, untrained=untrained), progress=False) for untrained in (False, True, True)
+    )
+    assert trained.receipt["weights"] != fresh.receipt["weights"]
+    assert torch.equal(fresh.pixels, again.pixels)
+    # Gates and predictor of a fresh SiT are zero, so it leaves the starting noise as it is.
+    noise = Draws(0, torch.arange(2), torch.zeros(2, dtype=torch.long)).normal("start", 1, 8, 8)
+    assert torch.equal(fresh.pixels, (255 * (noise * 0.5 + 0.5)).round().clamp(0, 255).byte())
+
+
 def test_the_process_is_found_from_anywhere_in_a_run(runs: dict[str, Path]) -> None:
     last = sorted((runs["flow"] / "checkpoints").iterdir())[-1]
     for path in (runs["flow"], runs["flow"] / "model", last):

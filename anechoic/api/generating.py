@@ -27,6 +27,7 @@ def sample(
     seed: int = 0,
     process: Literal["vp", "discrete", "flow"] | None = None,
     vae: str | None = None,
+    untrained: bool = False,
     batch_size: int = 64,
     devices: int = 1,
 ) -> Outcome:
@@ -51,6 +52,7 @@ def sample(
         process: what the model was trained on, if its run directory is not at hand to say.
         vae: folder or hub name of the autoencoder that turns latents into images; by default the one the run's latents
             were made with.
+        untrained: give the network fresh weights first, for images that show what no training is worth.
         batch_size: images made at once.
         devices: processes that share the work.
     """
@@ -70,6 +72,7 @@ def sample(
         seed=seed,
         process=process,
         vae=vae,
+        untrained=untrained,
         batch_size=batch_size,
     )
     images = generate(request, devices=devices)
