@@ -104,6 +104,12 @@ def test_one_eps_is_a_real_error_where_the_stream_is_small(real_images, tmp_path
     assert f"{exported.differences['with one eps']:.2g} as it opens" in text
 
 
+def test_a_plain_network_is_handed_out_without_a_word_of_folding(real_images, tmp_path):
+    exported = export_model(network("mae"), tmp_path / "out", to="timm", images=real_images)
+    assert exported.differences == {"with an eps per norm": 0, "with one eps": 0}
+    assert "fold" not in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_a_hub_folder_holds_both_networks(real_images, tmp_path):
     model = network("decayed mae")
     export_model(model, tmp_path / "out", to="hub-folder", images=real_images)

@@ -39,7 +39,7 @@ def test_export_says_what_it_measured(run, tmp_path, capsys):
     assert code == 0
     assert "with an eps per norm" in text
     assert "with one eps" in text
-    assert "README.md shows the lines" in text
+    assert "README.md shows how to set each" in text
     code, text = say(capsys, "export", run, "--to", "safetensors", "--out", tmp_path / "folded", "--fold", "--json")
     metrics = json.loads(text)["metrics"]
     assert metrics == {"differences": {"reloaded": 0.0}, "files": ["config.json", "model.safetensors"]}

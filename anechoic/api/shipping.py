@@ -28,7 +28,7 @@ def export(run: Path, /, *, to: Target, out: Path, check: str = "", fold: bool =
         fold: fold the network also for safetensors, onnx and torch-export.
     """
     from anechoic.checkpoint import load
-    from anechoic.exchange.exporting import encoder_of, export_model
+    from anechoic.exchange.exporting import encoder_of, export_model, is_decayed
     from anechoic.surgery import fold as folded
 
     started = time.perf_counter()
@@ -40,22 +40,15 @@ def export(run: Path, /, *, to: Target, out: Path, check: str = "", fold: bool =
     images, source = check_images(model, check)
     exported = export_model(model, out, to=to, images=images)
     rows = [f"  {what}: {value:.2g}" for what, value in exported.differences.items()]
+    advice = []
+    if to in ("timm", "transformers", "hub-folder") and is_decayed(model):
+        advice = [f"Its norms differ in eps, and {to} keeps one for all: {out / 'README.md'} shows how to set each."]
     return Outcome(
         config={"run": str(run), "to": to, "out": str(out), "check": source, "fold": fold},
         metrics={"differences": exported.differences, "files": sorted(file.name for file in out.iterdir())},
         seconds=time.perf_counter() - started,
-        text="\n".join(
-            [f"Wrote {out}. Largest difference on {len(images)} images ({source}):", *rows, *advice(to, out)]
-        ),
+        text="\n".join([f"Wrote {out}. Largest difference on {len(images)} images ({source}):", *rows, *advice]),
     )
-
-
-def advice(to: str, out: Path) -> list[str]:
-    if to not in ("timm", "transformers", "hub-folder"):
-        return []
-    return [
-        f"timm and transformers keep one eps for all norms; {out / 'README.md'} shows the lines that set each of them."
-    ]
 
 
 def check_images(model: Any, source: str) -> tuple[Tensor, str]:

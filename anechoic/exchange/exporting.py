@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from anechoic.checkpoint import load, model_card, write_model
 from anechoic.errors import UserError
-from anechoic.exchange.cards import model_card_text, usage_of
+from anechoic.exchange.cards import model_card_text
 from anechoic.exchange.layouts import OURS_TO_TIMM, Tensors, rename, timm_to_transformers, transformers_module
 from anechoic.models import build
 from anechoic.models.layers import MARKS
@@ -52,6 +52,10 @@ def encoder_of(model: nn.Module) -> Any:
         encoder.preprocess = model.preprocess
         return encoder
     return model
+
+
+def is_decayed(model: Any) -> bool:
+    return any(shortcut.factors != (1.0, 1.0) for shortcut in model.stream().shortcuts)
 
 
 @torch.no_grad()
@@ -237,7 +241,8 @@ def to_timm(model: Any, folder: Path, images: Tensor) -> Exported:
         },
     }
     _write(folder, timm_tensors(plain), {"config.json": card, EPS_FILE: eps_by_norm(plain)})
-    (folder / "README.md").write_text(model_card_text(plain.config, usage_of("timm", plain.config), differences))
+    card_text = model_card_text("timm", plain.config, differences, folded=is_decayed(model))
+    (folder / "README.md").write_text(card_text)
     return Exported(folder, differences)
 
 
@@ -266,7 +271,8 @@ def to_transformers(model: Any, folder: Path, images: Tensor) -> Exported:
         EPS_FILE: eps,
     }
     _write(folder, tensors, files)
-    (folder / "README.md").write_text(model_card_text(config, usage_of("transformers", config), differences))
+    card_text = model_card_text("transformers", config, differences, folded=is_decayed(model))
+    (folder / "README.md").write_text(card_text)
     return Exported(folder, differences)
 
 
