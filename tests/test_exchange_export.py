@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -102,6 +103,18 @@ def test_one_eps_is_a_real_error_where_the_stream_is_small(real_images, tmp_path
     assert exported.differences["with one eps"] > 1e-4 > 1e-5 > exported.differences["with an eps per norm"]
     text = (tmp_path / "out" / "README.md").read_text()
     assert f"{exported.differences['with one eps']:.2g} as it opens" in text
+
+
+@pytest.mark.parametrize("to", ["timm", "transformers"])
+def test_the_lines_in_the_readme_are_all_it_takes(to, real_images, tmp_path):
+    pytest.importorskip(to, reason=f"{to} is what this test is about")
+    model = network("decayed mae")
+    export_model(model, tmp_path / "out", to=to, images=real_images)
+    text = (tmp_path / "out" / "README.md").read_text().replace("FOLDER", str(tmp_path / "out"))
+    opening, setting = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    names = {"images": real_images}
+    exec(opening + setting + opening.splitlines()[-1], names)
+    torch.testing.assert_close(names["tokens"], with_final_norm(model)(real_images), atol=1e-5, rtol=0)
 
 
 def test_a_plain_network_is_handed_out_without_a_word_of_folding(real_images, tmp_path):
