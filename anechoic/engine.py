@@ -144,9 +144,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
             watcher = make_watcher(config, objective, source, train_indices, held_out_indices, prepare=prepare)
 
         # One forward of the model and its objective is what processes average the gradient of.
-        task = Task(model, objective, seed=config.seed)
-        if config.compile:
-            task.compile()  # not the model itself, which is also looked into
+        task = Task(model, objective, seed=config.seed, compiled=config.compile)
         trained = parallel(place, task)
         autocast = (
             torch.autocast(place.device.type, dtype=torch.bfloat16) if config.precision == "bfloat16" else nullcontext()
@@ -280,12 +278,14 @@ def settle(config: Config, run: Run | None, source: Source, place: Place) -> Con
 class Task(nn.Module):
     """The model under its objective, as one forward: the objective sees the bare model, the processes one module."""
 
-    def __init__(self, model: nn.Module, objective: Objective, *, seed: int) -> None:
+    def __init__(self, model: nn.Module, objective: Objective, *, seed: int, compiled: bool = False) -> None:
         super().__init__()
         self.model, self.objective, self.seed = model, objective, seed
+        # In a tuple, so that its weights are not counted twice; whoever looks into the model sees the one above.
+        self.called = (torch.compile(model) if compiled else model,)
 
     def forward(self, images: Tensor, ids: Tensor, visits: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
-        return self.objective(self.model, Samples(images, labels), Draws(self.seed, ids, visits))
+        return self.objective(self.called[0], Samples(images, labels), Draws(self.seed, ids, visits))
 
 
 def due(seen: int, every: int | None, batch_size: int) -> bool:

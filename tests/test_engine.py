@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -259,6 +260,20 @@ def test_settings_of_the_process_are_put_back(tmp_path):
         torch.set_num_threads(1)
 
 
+def test_a_compiled_run_computes_the_same(tmp_path, monkeypatch):
+    """Traced as for the compiler, but run by plain kernels, since not every machine has a C++ compiler."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    config = tiny_config(steps=4)
+    fit(config, tmp_path / "plain")
+    fit(replace(config, compile=True), tmp_path / "compiled")
+    assert (
+        anechoic.load(tmp_path / "compiled").state_dict().keys()
+        == anechoic.load(tmp_path / "plain").state_dict().keys()
+    )
+    losses = [[record["loss"] for record in train_records(tmp_path / name)] for name in ("plain", "compiled")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
 def test_no_data_is_a_mistake(tmp_path):
     with pytest.raises(UserError, match=r"--data\.source"):
         fit(tiny_config(data=DataConfig()), tmp_path)
@@ -309,6 +324,7 @@ FAULT = """
 import subprocess, sys
 sys.path.insert(0, sys.argv[3])
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from anechoic import checkpoint, engine
 from test_engine import BATCH, tiny_config

@@ -14,6 +14,9 @@ def pocket_mae_digits() -> Config:
     """A tiny masked autoencoder on scikit-learn's digits, embedded in the package.
 
     Command: anechoic train pocket_mae_digits --out runs/digits
+    Cost: 128,000 samples, about two minutes of one processor core.
+    Expect: held-out loss 0.339, k-NN on 64 held-out digits 45 %; its residual twin 0.321 and 62 % (measured, seed 0):
+    a run this short does not pay for fading shortcuts.
     """
     return Config(
         data=DataConfig(source="digits:train", image_size=8, channels=1, flip=False, scale=(0.5, 1.0)),
@@ -39,6 +42,8 @@ def pocket_mae_scenes() -> Config:
     """A small masked autoencoder on procedural scenes, embedded in the package.
 
     Command: anechoic train pocket_mae_scenes --out runs/scenes
+    Cost: 197,000 samples, about a quarter of an hour of one processor core (250 samples a second, measured).
+    Expect: not measured.
     """
     return Config(
         data=DataConfig(source="scenes:train", image_size=32),
@@ -56,6 +61,8 @@ def pocket_mae_cifar100() -> Config:
     """A small masked autoencoder on CIFAR-100 at 32 pixels.
 
     Command: anechoic train pocket_mae_cifar100 --data.source cifar100/train.parquet --out runs/cifar100
+    Cost: 741,000 samples, about 50 minutes of one processor core (250 samples a second, measured).
+    Expect: not measured.
     """
     base = pocket_mae_scenes()
     return replace(
