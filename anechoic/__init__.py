@@ -20,6 +20,7 @@ _HOME = {
     "fold": "surgery",
     "build_model": "models",
     "load": "checkpoint",
+    "effective_rank": "analysis",
 }
 
 

@@ -145,7 +145,7 @@ class SiT(Network):
         grid = (x.shape[2] // p, x.shape[3] // p)
         positions = self.positions if grid == self.config.grid else sincos_positions(self.config.dim, grid).to(x)
         c = self.time_embed(time_embedding(t, self.TIME_WIDTH).to(x.dtype))
-        rows = labels_or_null(labels, len(x), self.config.num_classes, self.config.label_dropout, x.device)
+        rows = labels_or_null(labels, x.shape[0], self.config.num_classes, self.config.label_dropout, x.device)
         if rows is not None:
             assert self.label_embed is not None
             c = c + self.label_embed(rows)

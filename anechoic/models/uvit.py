@@ -135,7 +135,7 @@ class UViT(Network):
         """-> stream (B, [label,] time, patches; D)"""
         patches = self.patch_embed(patchify(x, self.config.patch_size))
         tokens = [time_embedding(t, self.config.dim).to(patches.dtype)[:, None], patches]
-        rows = labels_or_null(labels, len(x), self.config.num_classes, self.config.label_dropout, x.device)
+        rows = labels_or_null(labels, x.shape[0], self.config.num_classes, self.config.label_dropout, x.device)
         if rows is not None:
             assert self.label_embed is not None
             tokens.insert(0, self.label_embed(rows)[:, None])
