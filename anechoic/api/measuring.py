@@ -14,6 +14,8 @@ from anechoic.outcome import Outcome, package_version
 BENCHMARKS = {
     "data": "anechoic.benchmarks.data",
     "sample": "anechoic.benchmarks.sample",
+    "knn": "anechoic.benchmarks.knn",
+    "probe": "anechoic.benchmarks.probe",
 }
 
 
