@@ -163,7 +163,7 @@ def draw_layers(
                 axis.plot(*zip(*known, strict=True), **line_style(i), label=name)
         axis.set(xlabel="layer (0: embedding)", title=measure)
         axis.set_ylim(bottom=min(0, axis.get_ylim()[0]))
-    axes[0, 0].legend()
+    legend_below(figure, axes[0, 0])
     figure.suptitle(title, fontsize=9)
     return save(figure, path)
 
@@ -197,7 +197,7 @@ def draw_dynamics(found: Mapping[str, Sequence[Mapping[str, Any]]], path: str | 
             label = f"alpha_min {own[0]['alpha_min']:g}"
             axis.plot([p["seen"] for p in own], [p[key] for p in own], **line_style(i), label=label)
         axis.set(xlabel="samples seen", title=name)
-    axes[0, 0].legend()
+    legend_below(figure, axes[0, 0])
     last = axes[0, 2]
     seen = [row["seen"] for row in correlations]
     r, low, high = (
@@ -209,6 +209,12 @@ def draw_dynamics(found: Mapping[str, Sequence[Mapping[str, Any]]], path: str | 
     last.set(xlabel="samples seen", title="rank and accuracy across runs", ylim=(-1.05, 1.05))
     last.legend()
     return save(figure, path)
+
+
+def legend_below(figure: Figure, axis: Axes) -> None:
+    """One legend for all panels, where it hides no line."""
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(6, max(1, len(labels))))
 
 
 def line_style(i: int) -> dict[str, Any]:

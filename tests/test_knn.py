@@ -160,3 +160,17 @@ def test_constant_features_have_an_answer():
 def test_bad_input_is_one_clear_sentence(train, labels, test, message):
     with pytest.raises(UserError, match=message):
         knn.knn_accuracy(train, np.array(labels), test, np.zeros(1, dtype=int), ks=(4,))
+
+
+def test_the_benchmark_compares_with_faiss(monkeypatch):
+    pytest.importorskip("faiss")
+    from anechoic.benchmarks import knn as benchmark
+    from anechoic.benchmarks.timing import Options
+
+    for name, value in {"TRAIN": 600, "QUERIES": 40, "DIM": 16, "K": 5}.items():
+        monkeypatch.setattr(benchmark, name, value)
+    monkeypatch.setattr(benchmark, "gemm_flops", lambda: 1e12)
+    monkeypatch.setattr(benchmark, "peak_memory_mb", lambda: 1.0)
+    rows = benchmark.run(Options(rounds=1))
+    assert [row["peer_name"] for row in rows] == ["faiss", "faiss"]
+    assert all(row["ratio"] > 0 for row in rows)

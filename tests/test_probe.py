@@ -245,3 +245,13 @@ def test_layers_of_other_widths_and_regularisers_out_of_range():
         probe.stack({"a": np.ones((2, 3)), "b": np.ones((2, 4))}, "cpu")
     with pytest.raises(UserError, match="positive"):
         fit_logistic(np.ones((4, 2)), np.array([0, 1, 0, 1]), regularisers=[0.0])
+
+
+def test_the_benchmark_compares_converged_fits():
+    from anechoic.benchmarks.probe import compare, image_features
+
+    x, y = image_features(120)
+    found = compare("a few images", x[:, :24], y, rounds=1)
+    assert found["loss_gap"] < 1e-4
+    assert found["peer_loss_gap"] < 1e-4
+    assert found["ratio"] > 0

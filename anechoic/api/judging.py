@@ -107,6 +107,8 @@ def knn(
         device: cpu, cuda, mps; auto takes an accelerator if there is one.
         seed: of the held-out part and of the untrained network.
     """
+    from anechoic.analysis import as_tensor
+    from anechoic.evals.bank import pick_device
     from anechoic.evals.knn import knn_accuracy
     from anechoic.evals.report import grid, percent
 
@@ -116,12 +118,13 @@ def knn(
     if max(k) > len(labelled.train):
         raise UserError(f"k = {max(k)} is more than the {len(labelled.train)} train samples; choose smaller --k.")
     rows: list[dict[str, Any]] = []
+    where = pick_device(device)
     for name, features in judged(encoder, labelled, layers, pooling, baselines, device, seed):
         for (layer, pool), vectors in features.train.items():
             found = knn_accuracy(
-                vectors,
+                as_tensor(vectors).to(where),
                 features.train_labels,
-                features.test[layer, pool],
+                as_tensor(features.test[layer, pool]).to(where),
                 features.test_labels,
                 ks=k,
                 temperature=temperature,
@@ -201,7 +204,7 @@ def probe(
     else:
         for name, features in judged(encoder, labelled, layers, pooling, baselines, device, seed):
             found = (
-                logistic_rows(features, seed=seed)
+                logistic_rows(features, device=device, seed=seed)
                 if protocol == "logistic"
                 else in100_rows(features, epochs=epochs or 200, batch_size=batch_size or 1024, device=device, seed=seed)
             )

@@ -238,11 +238,11 @@ def logistic_probe(
     The regulariser is the one that is best on a held-out part of train (the strongest among equals); the head that is
     tested is then fitted to all of train.
     """
-    check_labels(train_labels, test_labels, len(train), "cpu")
     x, x_test = standardise(as_tensor(train), as_tensor(test))
-    y, y_test = as_tensor(train_labels).long(), as_tensor(test_labels).long()
+    y = check_labels(train_labels, test_labels, len(x), x.device)
+    y_test = as_tensor(test_labels).long().to(x.device)
     num_classes = int(max(y.max(), y_test.max())) + 1
-    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed)).to(x.device)
     num_held = max(1, round(holdout * len(y)))
     held, kept = order[:num_held], order[num_held:]
     strongest_first = sorted(regularisers, reverse=True)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from anechoic.analysis import as_tensor
 from anechoic.data import Augment, Loader, normalise
 from anechoic.evals.bank import pick_device
 from anechoic.evals.encoders import Encoder
@@ -20,12 +21,12 @@ from anechoic.evals.probe import in100_probe, logistic_probe, mae_probe
 from anechoic.features import Key, Pooling, extract_batches
 
 
-def logistic_rows(features: LabelledFeatures, *, seed: int) -> list[dict[str, Any]]:
+def logistic_rows(features: LabelledFeatures, *, seed: int, device: str = "auto") -> list[dict[str, Any]]:
     rows = []
     for (layer, pooling), vectors in features.train.items():
-        found = logistic_probe(
-            vectors, features.train_labels, features.test[layer, pooling], features.test_labels, seed=seed
-        )
+        where = pick_device(device)
+        train, test = (as_tensor(x).to(where) for x in (vectors, features.test[layer, pooling]))
+        found = logistic_probe(train, features.train_labels, test, features.test_labels, seed=seed)
         held_out = {f"{regulariser:.3g}": accuracy for regulariser, accuracy in found.held_out.items()}
         row = {"layer": layer, "pooling": pooling, "accuracy": found.accuracy, "regulariser": found.regulariser}
         rows.append({**row, "held_out": held_out})
@@ -50,7 +51,7 @@ def in100_rows(
         )
         for key in keys:
             curve = {str(epoch): values[key][0] for epoch, values in found.curve.items()}
-            norm = float(torch.as_tensor(features.test[key].copy()).norm(dim=1).mean())
+            norm = as_tensor(features.test[key]).norm(dim=1).mean().item()
             row = {"layer": key[0], "pooling": key[1], "accuracy": found.accuracy[key][0], "feature_norm": norm}
             rows.append({**row, "curve": curve})
     return rows
