@@ -263,6 +263,32 @@ def test_timm_models(tmp_path):
     assert [baseline.name for baseline in baselines(encoder)] == ["untrained", "raw pixels", "constant"]
 
 
+# ---- denoisers
+
+
+def test_a_denoiser_is_probed_at_noise_levels(tmp_path):
+    from dataclasses import replace
+
+    from anechoic.engine import fit
+    from anechoic.recipes import recipe
+
+    config = recipe("pocket_uvit_digits")
+    small = {"dim": 24, "depth": 2, "num_heads": 2}
+    config = replace(
+        config,
+        model=replace(config.model, options={**config.model.options, **small}),
+        optim=replace(config.optim, batch_size=64, epochs=None, samples=128),
+    )
+    fit(config, tmp_path / "run")
+    assert "probe --noise" in mistake("knn", tmp_path / "run", "--train", "digits:train")
+    found = answer(
+        *("probe", tmp_path / "run", "--train", "digits:train", "--test", "digits:test"),
+        *("--noise", 0.05, 0.3, "--layers", 1, 2),
+    )
+    assert {(row["layer"], row["noise"]) for row in found["rows"]} == {(k, t) for k in (1, 2) for t in (0.05, 0.3)}
+    assert found["accuracy"] <= found["test_selected_maximum"]["accuracy"]
+
+
 # ---- dynamics
 
 
@@ -329,6 +355,8 @@ def test_mistakes_are_one_clear_sentence(digits_run, pictures, tmp_path):
     assert "timm has no model" in mistake("knn", "--model", "timm:vit_tiny_pach16", "--train", sorted_)
     assert "cannot be loaded" in mistake("knn", "--model", f"hf:{tmp_path}", "--train", sorted_)
     assert "folders images and masks" in mistake("segment", digits_run, loose)
+    assert "no device 'gpu'" in mistake("embed", digits_run, "digits:test", "-o", tmp_path / "x.npz", "--device", "gpu")
+    assert "name a run directory" in mistake("probe", "--model", "timm:x", "--train", sorted_, "--noise", 0.1)
 
 
 def test_images_of_another_kind_than_the_model_s(digits_run, tmp_path):

@@ -21,7 +21,7 @@ VERBS = {
     "knn": "judging",
     "probe": "judging",
     "analyze": "judging",
-    "segment": "judging",
+    "segment": "segmenting",
     "sample": "generating",
     "frechet": "generating",
     "encode-latents": "generating",

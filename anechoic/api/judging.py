@@ -1,4 +1,4 @@
-"""The verbs that judge and explain frozen features: embed, knn, probe, analyze, segment.
+"""The verbs that judge and explain frozen features: embed, knn, probe, analyze.
 
 Each opens an encoder and data, calls rooms of `anechoic.evals`, and words the result. RUN may be a run, model or
 checkpoint directory, timm:NAME (timm:NAME:random for fresh weights) or hf:FOLDER.
@@ -151,6 +151,7 @@ def probe(
     model: str | None = None,
     layers: Layers = (-1,),
     pooling: tuple[Pooling, ...] = (),
+    noise: tuple[float, ...] = (),
     epochs: int | None = None,
     batch_size: int | None = None,
     baselines: bool = True,
@@ -172,6 +173,8 @@ def probe(
         model: timm:NAME or hf:FOLDER instead of a run.
         layers: layers to judge, or all.
         pooling: class, mean (of patches) or all (tokens). Default: in100 all, mae class, logistic each.
+        noise: for a denoiser (U-ViT, SiT): noise levels from 0 to 1; every layer is probed at every level, and which
+            of them counts is chosen on held-out train data.
         epochs: of in100 (200) and mae (90).
         batch_size: of in100 (1024) and mae (16384); never more than there are samples.
         baselines: also judge the untrained network, raw pixels and a constant (not with mae).
@@ -183,6 +186,26 @@ def probe(
     from anechoic.evals.report import grid, percent
 
     started = time.perf_counter()
+    config = {"run": run, "model": model, "train": train, "test": test, "holdout": holdout, "protocol": protocol}
+    if noise:
+        from anechoic.evals.noisy_probe import probe_noise
+
+        if run is None:
+            raise UserError("--noise is for denoisers trained here: name a run directory.")
+        probed = probe_noise(
+            run,
+            train=train,
+            test=test,
+            levels=noise,
+            layers="all" if layers == (-1,) else layers,
+            protocol=protocol,
+            holdout=holdout,
+            epochs=epochs or 200,
+            batch_size=batch_size or 1024,
+            device=device,
+            seed=seed,
+        )
+        return outcome({**config, "noise": list(noise)}, probed.metrics(), probed.text(), started, seed)
     encoder = the_encoder(run, model, image_size)
     labelled = open_parts(encoder, train, test, holdout, seed)
     has_class = "class" in encoder.poolings
@@ -217,7 +240,6 @@ def probe(
     text = f"{protocol} probe, top-1 in per cent, {sizes(labelled)}\n"
     text += grid(["encoder", "layer", "pooling", "top-1", *extra], cells)
     own = [row["accuracy"] for row in rows if row["encoder"] == encoder.name]
-    config = {"run": run, "model": model, "train": train, "test": test, "holdout": holdout, "protocol": protocol}
     return outcome(config, {"accuracy": max(own), "rows": rows, **counts(labelled)}, text, started, seed)
 
 
@@ -284,102 +306,6 @@ def analyze(
         seed=seed,
     )
     return outcome(config, metrics, layer_text(metrics), started, seed)
-
-
-def segment(
-    run: str,
-    data: str | None = None,
-    /,
-    *,
-    model: str | None = None,
-    clusters: int | None = None,
-    classes: int | None = None,
-    void: int = 255,
-    mapping: Path | None = None,
-    listed: Path | None = None,
-    samples: int | None = None,
-    image_size: int | None = None,
-    epochs: int = 201,
-    batch: int = 40,
-    channels: int = 100,
-    ema: float = 0.99,
-    baselines: bool = False,
-    figures: Path | None = None,
-    device: str = "auto",
-    seed: int = 12345,
-) -> Outcome:
-    """Segment images without labels by spectral clustering of an encoder's patches, and score the result against masks.
-
-    Example: anechoic segment runs/mine camvid/val --void 11 --epochs 20
-
-    Args:
-        run: run, model or checkpoint directory, timm:NAME or hf:FOLDER (with --model, the data).
-        data: a folder with images/NAME.jpg and masks/NAME.png, or of the COCO-Stuff layout.
-        model: timm:NAME or hf:FOLDER instead of a run.
-        clusters: how many clusters; by default as many as classes.
-        classes: how many classes the masks have; by default found in them.
-        void: the mask value of pixels that do not count.
-        mapping: a file that maps mask values to classes (JSON, or lines of two numbers), such as 182 to 27.
-        listed: a text file that names the images to use.
-        samples: use only the first so many images.
-        image_size: side of the images; by default 256 / 224 of the model's own, in whole patches.
-        epochs: passes over the images; the published number takes long without an accelerator.
-        batch: images per graph.
-        channels: channels of the soft assignment.
-        ema: decay of the averaged tables per batch; lower it for few epochs.
-        baselines: also segment with the untrained network.
-        figures: a folder to draw the maps into, as PNG and SVG.
-        device: cpu, cuda, mps; auto takes an accelerator if there is one.
-        seed: of the tables and batches.
-    """
-    from anechoic.evals.encoders import baselines as baselines_of
-    from anechoic.evals.report import grid, percent
-    from anechoic.evals.segmenting import larger, segment_images
-    from anechoic.evals.spectral import SpectralOptions
-
-    started = time.perf_counter()
-    encoder, where = encoder_and_data(run, data, model, image_size)
-    if image_size is None:
-        encoder = larger(encoder)
-    options = SpectralOptions(channels=channels, epochs=epochs, batch=batch, ema=ema, seed=seed)
-    others = [other for other in baselines_of(encoder) if other.name == "untrained"] if baselines else []
-    rows = []
-    for judged_encoder in [encoder, *others]:
-        found = segment_images(
-            judged_encoder,
-            where,
-            options,
-            clusters=clusters,
-            classes=classes,
-            void=void,
-            mapping=mapping,
-            listed=listed,
-            samples=samples,
-            figures=figures if judged_encoder is encoder else None,
-            device=device,
-        )
-        rows.append({"encoder": judged_encoder.name, **found})
-    header = ["encoder", "mIoU, Hungarian", "mIoU, greedy", "accuracy, Hungarian", "accuracy, greedy"]
-    cells = [
-        [
-            row["encoder"],
-            *(percent(row[way][measure]) for measure in ("miou", "accuracy") for way in ("hungarian", "greedy")),
-        ]
-        for row in rows
-    ]
-    text = f"{rows[0]['images']} images, {rows[0]['clusters']} clusters, {epochs} epochs; per cent.\n" + grid(
-        header, cells
-    )
-    metrics = {"miou": rows[0]["hungarian"]["miou"], "miou_greedy": rows[0]["greedy"]["miou"], "rows": rows}
-    config = {
-        "run": run,
-        "data": where,
-        "model": model,
-        "void": void,
-        "epochs": epochs,
-        "image_size": encoder.image_size,
-    }
-    return outcome(config, metrics, text, started, seed)
 
 
 # ---- what the verbs share

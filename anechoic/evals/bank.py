@@ -36,20 +36,16 @@ class Features:
     sets: dict[Key, np.ndarray]
     ids: np.ndarray
 
-    def rows(self, which: np.ndarray) -> Features:
-        """Only these rows, in memory."""
-        return Features({key: value[which] for key, value in self.sets.items()}, self.ids[which])
-
 
 def pick_device(device: str) -> torch.device:
-    """ "auto": an accelerator if there is one."""
-    if device != "auto":
-        return torch.device(device)
-    return (
-        torch.accelerator.current_accelerator() or torch.device("cpu")
-        if torch.accelerator.is_available()
-        else torch.device("cpu")
-    )
+    """The device of this name; "auto" is an accelerator if there is one."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device == "auto":
+        return accelerator or torch.device("cpu")
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"There is no device {device!r} here; choose {accelerator or 'cpu'} or auto.") from error
 
 
 def features_of(
@@ -62,6 +58,7 @@ def features_of(
     workers: int = 0,
 ) -> Features:
     """Deterministic, unmasked features of every readable image, in the source's order. Centre crop, no augmentation."""
+    pick_device(device)  # a mistake is told even when nothing has to be computed
     chosen = choose_layers(layers, count=len(encoder.widths))
     wanted: list[Key] = [(layer, pooling) for layer in chosen for pooling in usable_poolings(encoder, poolings)]
     folder = cache_dir() / "features" / f"{encoder.fingerprint}-{source.fingerprint}"
