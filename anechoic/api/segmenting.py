@@ -33,7 +33,7 @@ def segment(
 ) -> Outcome:
     """Segment images without labels by spectral clustering of an encoder's patches, and score the result against masks.
 
-    Example: anechoic segment runs/mine camvid/val --void 11 --epochs 20
+    Example: anechoic segment runs/mine camvid/val --void 11 --image-size 64 --epochs 150
 
     Args:
         run: run, model or checkpoint directory, timm:NAME or hf:FOLDER (with --model, the data).
@@ -45,8 +45,8 @@ def segment(
         mapping: a file that maps mask values to classes (JSON, or lines of two numbers), such as 182 to 27.
         listed: a text file that names the images to use.
         samples: use only the first so many images.
-        image_size: side of the images; by default 256 / 224 of the model's own, in whole patches.
-        epochs: passes over the images; the published number takes long without an accelerator.
+        image_size: side of the images; by default 256 / 224 of the model's own, in whole patches. Smaller is much faster.
+        epochs: passes over the images; below about a hundred the maps are still noise.
         batch: images per graph.
         channels: channels of the soft assignment.
         ema: decay of the averaged tables per batch; lower it for few epochs.
