@@ -174,6 +174,12 @@ class OptimConfig(Section):
     ema: Share = 0.0
     """decay per update of the averaged weights; 0 keeps none"""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.samples is not None and self.samples > self.batch_size:
+            # Whole batches, said once: the same command must read as the same budget when it goes on.
+            object.__setattr__(self, "samples", self.samples // self.batch_size * self.batch_size)
+
 
 @dataclass(frozen=True)
 class WatchConfig(Section):
@@ -434,9 +440,8 @@ def budget(optim: OptimConfig, size: int) -> int:
     by_epochs = max(1, round((optim.epochs or 0) * (size // optim.batch_size))) * optim.batch_size
     if optim.samples is None:
         return by_epochs
-    samples = optim.samples // optim.batch_size * optim.batch_size
-    if optim.epochs is not None and samples != by_epochs:
+    if optim.epochs is not None and optim.samples != by_epochs:
         raise UserError(
-            f"optim.epochs asks for {by_epochs} samples and optim.samples for {samples}: set one of them to None."
+            f"optim.epochs asks for {by_epochs} samples and optim.samples for {optim.samples}: set one of them to None."
         )
-    return samples
+    return optim.samples
