@@ -45,7 +45,7 @@ def segment(
         mapping: a file that maps mask values to classes (JSON, or lines of two numbers), such as 182 to 27.
         listed: a text file that names the images to use.
         samples: use only the first so many images.
-        image_size: side of the images; by default 256 / 224 of the model's own, in whole patches. Smaller is much faster.
+        image_size: side of the images; by default 256 / 224 of the model's own. Smaller is much faster.
         epochs: passes over the images; below about a hundred the maps are still noise.
         batch: images per graph.
         channels: channels of the soft assignment.
