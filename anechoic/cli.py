@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -16,6 +17,7 @@ from anechoic.api import VERBS, verb
 from anechoic.errors import UserError
 
 USER_MISTAKE = 2
+READER_GONE = 128 + 13  # as a shell reports a process that SIGPIPE ended
 
 
 def summary(name: str) -> str:
@@ -79,9 +81,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USER_MISTAKE
     try:
         tyro.cli(with_json_flag(verb(name)), prog=f"anechoic {name}", args=rest)
+        sys.stdout.flush()
     except UserError as error:
         print(f"anechoic: {error}", file=sys.stderr)
         return USER_MISTAKE
+    except BrokenPipeError:
+        # The reader, such as `head`, has seen enough; nothing more can be written, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_GONE
     return 0
 
 

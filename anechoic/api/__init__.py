@@ -15,7 +15,6 @@ VERBS = {
     "recipes": "catalogue",
     "pretrain": "training",
     "train": "training",
-    "bench": "measuring",
     "finetune": "transferring",
     "embed": "judging",
     "knn": "judging",
@@ -27,6 +26,7 @@ VERBS = {
     "encode-latents": "generating",
     "export": "shipping",
     "import-weights": "shipping",
+    "bench": "measuring",
 }
 
 
