@@ -27,7 +27,7 @@ def bench(
     Example: anechoic bench data --images imagenette/train --small cifar100/train.parquet
 
     Args:
-        what: data, or all.
+        what: data, knn, probe, sample, or all.
         rounds: how many turns each contestant takes; the median and the range of the ratios are shown.
         images: for data, a folder of JPEGs; JPEGs are made from the embedded scenes if it is not given.
         small: for data, a source of small images; the embedded scenes if it is not given.
