@@ -131,20 +131,21 @@ def pocket_uvit_digits() -> Config:
     """A small U-ViT that draws handwritten digits.
 
     Command: anechoic train pocket_uvit_digits --out runs/digits
-    Cost: not measured.
-    Expect: not measured; the paper has nothing of this size.
+    Cost: 239 processor-seconds (measured, one thread).
+    Expect: 1,000 samples in 50 evaluations: fd-digits 0.91 (28.8 untrained), all ten digits, mean confidence 0.886 of
+        the digit classifier (measured).
     """
     return Config(
         data=pixels("digits:train", size=8, channels=1, flip=False),
-        model=ModelConfig("uvit_small", {"patch_size": 2, "dim": 128, "depth": 4, "num_heads": 4}),
+        model=ModelConfig("uvit_small", {"patch_size": 4, "dim": 128, "depth": 4, "num_heads": 4}),
         shortcut=ShortcutConfig(alpha_min=0.8),
         objective=ObjectiveConfig("noise_prediction", {"process": "vp"}),
         optim=replace(
-            updates(UVIT_OPTIM, 1000, batch_size=128, warmup=50),
+            updates(UVIT_OPTIM, 2400, batch_size=128, warmup=100),
             lr=2e-3,
             betas=(0.9, 0.99),
             schedule="cosine",
-            ema=0.99,
+            ema=0.995,
         ),
     )
 
@@ -153,8 +154,8 @@ def pocket_uvit_digits_cond() -> Config:
     """The same U-ViT, told which digit to draw; one label in ten is dropped for guidance.
 
     Command: anechoic train pocket_uvit_digits_cond --out runs/digits-cond
-    Cost: not measured.
-    Expect: not measured; the paper has nothing of this size.
+    Cost: 269 processor-seconds (measured, one thread).
+    Expect: 96.8 % of 1,000 samples show the asked digit, 99.9 % at guidance 1; fd-digits 0.39 and 1.86 (measured).
     """
     base = pocket_uvit_digits()
     return replace(
@@ -168,26 +169,26 @@ def pocket_sit_digits_cond() -> Config:
     """A small SiT with skips that draws the asked digit, by flow matching.
 
     Command: anechoic train pocket_sit_digits_cond --out runs/digits-flow
-    Cost: not measured.
-    Expect: not measured; the paper has nothing of this size.
+    Cost: 184 processor-seconds (measured, one thread).
+    Expect: 97.7 % of 1,000 samples show the asked digit, 100 % at guidance 1; fd-digits 0.19 and 0.89 (measured).
     """
     base = pocket_uvit_digits_cond()
     options = {"dim": 128, "depth": 4, "num_heads": 4, "skips": True, "num_classes": 10, "label_dropout": 0.1}
-    return replace(base, model=ModelConfig("sit_s_patch2", options), objective=ObjectiveConfig("flow_matching"))
+    return replace(base, model=ModelConfig("sit_s_patch4", options), objective=ObjectiveConfig("flow_matching"))
 
 
 def pocket_uvit_cifar100() -> Config:
-    """A small U-ViT on CIFAR-100 for an hour of two cores.
+    """A small U-ViT on CIFAR-100 for less than an hour of two cores.
 
     Command: anechoic train pocket_uvit_cifar100 --data.source cifar100/train.parquet --out runs/pocket-cifar100
-    Cost: not measured.
+    Cost: 1.2 processor-seconds an update (measured over 10 updates), so about 40 minutes of two cores for all 4,000.
     Expect: not measured; the paper has nothing of this size.
     """
     base = uvit_cifar100()
     return replace(
         base,
-        model=ModelConfig("uvit_small", {"patch_size": 4, "dim": 192, "depth": 6, "num_heads": 3}),
-        optim=replace(updates(UVIT_OPTIM, 6000, batch_size=128, warmup=300), lr=6e-4, schedule="cosine", ema=0.999),
+        model=ModelConfig("uvit_small", {"patch_size": 4, "dim": 128, "depth": 6, "num_heads": 4}),
+        optim=replace(updates(UVIT_OPTIM, 4000, batch_size=128, warmup=200), lr=1e-3, schedule="cosine", ema=0.999),
         save=SaveConfig(keep_last=2),
         seed=0,
     )
