@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from anechoic.config import Config, OptimConfig, to_json
 from anechoic.data import Source, normalise, open_source
 from anechoic.errors import UserError
+from anechoic.latents import Latents, is_latents
 from anechoic.models import build_model, model_config
 from anechoic.objectives import NEED_LABELS, TRAINS, make_objective
 from anechoic.optim import parameter_groups
@@ -26,6 +27,8 @@ def open_data(config: Config) -> Source:
     if not data.source:
         raise UserError("No data is given: name it with --data.source.")
     labels = data.labels or config.watch.knn > 0 or config.objective.name in NEED_LABELS
+    if is_latents(data.source):
+        return Latents(data.source, labels=labels)
     return open_source(data.source, labels=labels, channels=data.channels, size=data.image_size)
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from anechoic.data.augment import Augment
 from anechoic.data.cache import stored
-from anechoic.data.source import BadImage, Source
+from anechoic.data.source import BadImage, Source, Transform
 from anechoic.draws import Draws
 from anechoic.errors import UserError
 
@@ -63,7 +63,7 @@ class _Batches(Dataset):
         image_size: int,
         batch_size: int,
         seed: int,
-        augment: Augment,
+        augment: Transform,
         shuffle: bool,
         epoch_length: int,
         start: int,
@@ -189,7 +189,7 @@ class Loader:
             image_size=image_size,
             batch_size=batch_size,
             seed=seed,
-            augment=augment or Augment("crop" if shuffle else "centre"),
+            augment=source.transform or augment or Augment("crop" if shuffle else "centre"),
             shuffle=shuffle,
             epoch_length=self.num_samples,
             start=start,

@@ -9,11 +9,13 @@ import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
 from anechoic.data.decoding import Undecodable, decode
+from anechoic.draws import Draws
 from anechoic.errors import UserError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff")
@@ -27,6 +29,12 @@ class BadImage(Exception):
         self.name, self.reason = name, reason
 
 
+class Transform(Protocol):
+    """Samples of a batch and their random numbers -> one tensor (B, C, image_size, image_size)."""
+
+    def __call__(self, images: Sequence[Tensor], *, image_size: int, draws: Draws) -> Tensor: ...
+
+
 class Source(ABC):
     """Images 0 .. len - 1. `skipped` lists (name, reason) of those found unreadable so far."""
 
@@ -35,6 +43,7 @@ class Source(ABC):
     classes: tuple[str, ...] | None = None  # names of the labels, where the source has names
     channels: int = 3
     resident = False  # True: pixels come from memory or a memory map, and a cache of them would be a copy
+    transform: Transform | None = None  # what stands in for augmentation where samples are not pixels
 
     def __init__(self) -> None:
         self.skipped: list[tuple[str, str]] = []
@@ -99,6 +108,7 @@ class Subset(Source):
         self.fingerprint = digest("subset", source.fingerprint, self.indices)
         self.labels = None if source.labels is None else source.labels[self.indices]
         self.classes, self.channels, self.resident = source.classes, source.channels, source.resident
+        self.transform = source.transform
         self.skipped = source.skipped
 
     def __len__(self) -> int:

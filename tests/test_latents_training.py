@@ -1,0 +1,83 @@
+"""Training on cached latents through the one loop, and the verb that probes at noise levels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from anechoic.cli import main
+from anechoic.config import OptimConfig, WatchConfig
+from anechoic.data import Array, Loader
+from anechoic.draws import Draws
+from anechoic.engine import fit
+from anechoic.generation import Request, generate
+from anechoic.latents import DrawLatents, Latents, load_vae, read_card, write_latents
+from anechoic.recipes.diffusion import uvit_in100_latent_cond
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty random pictures of four classes, encoded by a small random autoencoder that was saved to disk."""
+    from diffusers import AutoencoderKL
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("latents")
+    AutoencoderKL(
+        block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+        norm_num_groups=4,
+        sample_size=16,
+    ).save_pretrained(folder / "vae")
+    images = np.random.default_rng(0).integers(0, 256, (40, 16, 16, 3), dtype=np.uint8)
+    pictures = Array(images, channels=3, labels=np.arange(40) % 4, classes=tuple("abcd"), fingerprint="f00d")
+    vae = load_vae(str(folder / "vae"))
+    write_latents(pictures, folder / "cache", vae=vae, vae_name=str(folder / "vae"), image_size=16)
+    return folder / "cache"
+
+
+def test_a_model_is_trained_on_latents_and_its_samples_are_decoded(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    config = uvit_in100_latent_cond()
+    options = {"patch_size": 2, "dim": 16, "depth": 2, "num_heads": 2, "num_classes": 4, "label_dropout": 0.1}
+    config = replace(
+        config,
+        data=replace(config.data, source=str(cache), image_size=8, holdout=8),
+        model=replace(config.model, options=options),
+        optim=OptimConfig(batch_size=16, samples=64, lr=1e-3, ema=0.9),
+        watch=WatchConfig(every=64, report=16),
+        threads=1,
+    )
+    results = fit(config, tmp_path / "run")
+    assert 0.5 < results["metrics"]["held_out_loss"] < 2
+    images = generate(Request(run=str(tmp_path / "run"), num=5, steps=3, guidance=0.4), progress=False)
+    assert images.pixels.shape == (5, 3, 16, 16)
+    assert images.receipt["vae"] == read_card(cache).vae_hash
+
+    pictures = np.random.default_rng(1).integers(0, 256, (60, 16, 16, 3), dtype=np.uint8)
+    np.savez(tmp_path / "p.npz", images=pictures, labels=np.arange(60) % 4)
+    arguments = ["probe", str(tmp_path / "run"), "--train", str(tmp_path / "p.npz"), "--noise", "0.05", "0.1"]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "t=0.05" in text
+    assert "chosen on held-out training data" in text
+
+
+def test_the_loader_hands_out_drawn_latents(cache: Path) -> None:
+    found = Latents(cache, labels=True)
+    first, again = (
+        next(iter(Loader(found, image_size=8, batch_size=6, seed=2, shuffle=True, drop_last=True))) for _ in range(2)
+    )
+    assert first.images.dtype == torch.float32
+    assert first.images.shape == (6, 4, 8, 8)
+    assert torch.equal(first.images, again.images)
+    expected = DrawLatents(0.18215)(
+        [found.read(i) for i in first.ids.tolist()], image_size=8, draws=Draws(2, first.ids, first.visits)
+    )
+    assert torch.equal(first.images, expected)
