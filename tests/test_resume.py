@@ -17,14 +17,27 @@ pytestmark = pytest.mark.xdist_group("processes")
 
 PATIENCE = 300  # seconds; the machine may be busy
 STEPS, BATCH = 120, 16
-COMMAND = [
-    *(sys.executable, "-m", "anechoic.cli", "train", "pocket_mae_digits", "--seed", "3"),
-    *("--model.options", "dim=16", "depth=2", "num_heads=2", "decoder_dim=16", "decoder_depth=1"),
+MASKED = (
+    "pocket_mae_digits",
+    "--model.options",
+    "dim=16",
+    "depth=2",
+    "num_heads=2",
+    "decoder_dim=16",
+    "decoder_depth=1",
+)
+DENOISER = ("pocket_uvit_digits_cond", "--model.options", "dim=16", "depth=2", "num_heads=2")
+SETTINGS = [
+    *("--seed", "3"),
     *("--optim.batch-size", str(BATCH), "--optim.epochs", "None", "--optim.samples", str(STEPS * BATCH)),
     *("--optim.ema", "0.99", "--threads", "1", "--watch.knn", "0"),
     # Reports, looks and checkpoints at points that do not coincide.
     *("--watch.report", str(7 * BATCH), "--watch.every", str(50 * BATCH), "--save.every", str(12 * BATCH)),
 ]
+
+
+def command_for(more, *, recipe=MASKED):
+    return [sys.executable, "-m", "anechoic.cli", "train", *recipe, *SETTINGS, *more]
 
 
 def wait_until(condition, what):
@@ -98,21 +111,26 @@ TWO = ("--devices", "2", "--optim.accumulate", "2", "--data.workers", "1")
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """more -> the directory of an uninterrupted run with these settings."""
+    """(more, recipe) -> the directory of an uninterrupted run with these settings."""
     made = {}
 
-    def make(more):
-        if more not in made:
-            made[more] = tmp_path_factory.mktemp("straight") / "run"
-            run_to_the_end([*COMMAND, *more, "--out", str(made[more])])
-        return made[more]
+    def make(more, *, recipe=MASKED):
+        key = more, recipe
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("straight") / "run"
+            run_to_the_end([*command_for(more, recipe=recipe), "--out", str(made[key])])
+        return made[key]
 
     return make
 
 
-@pytest.mark.parametrize("more", [PARTS, TWO], ids=["one process", "two processes"])
-def test_kill_and_resume(tmp_path, straight, more):
-    command = [*COMMAND, *more]
+@pytest.mark.parametrize(
+    ("recipe", "more"),
+    [(MASKED, PARTS), (MASKED, TWO), (DENOISER, PARTS)],
+    ids=["one process", "two processes", "a denoiser"],
+)
+def test_kill_and_resume(tmp_path, straight, recipe, more):
+    command = command_for(more, recipe=recipe)
     for attempt in range(5):
         out = tmp_path / f"killed-{attempt}"
         process = start(command, out)
@@ -129,7 +147,7 @@ def test_kill_and_resume(tmp_path, straight, more):
         pytest.fail("the run always ended before it was killed")
     done = run_to_the_end([*command, "--out", str(out)])
     assert "going on after" in done.stderr
-    assert_equal_runs(straight(more), out)
+    assert_equal_runs(straight(more, recipe=recipe), out)
     assert len(read_json(out / "env.json")["starts"]) == 2
 
 
@@ -138,7 +156,7 @@ def test_kill_and_resume(tmp_path, straight, more):
 )
 def test_signals_save_and_exit_cleanly(tmp_path, straight, number, more):
     """Ctrl-C reaches every process of the terminal's group, SIGTERM only the one that was started."""
-    command = [*COMMAND, *more]
+    command = command_for(more)
     for attempt in range(5):
         out = tmp_path / f"run-{attempt}"
         process = start(command, out)
@@ -164,14 +182,15 @@ def test_signals_save_and_exit_cleanly(tmp_path, straight, number, more):
 
 
 def test_a_damaged_checkpoint_costs_an_interval_only(tmp_path, straight):
-    process = start(COMMAND, tmp_path / "run")
+    command = command_for(PLAIN)
+    process = start(command, tmp_path / "run")
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=PATIENCE)
     newest = checkpoint.checkpoints(tmp_path / "run" / "checkpoints")[-1]
     with open(newest / "model.safetensors", "r+b") as file:
         file.truncate(100)
-    done = run_to_the_end([*COMMAND, "--out", str(tmp_path / "run")])
+    done = run_to_the_end([*command, "--out", str(tmp_path / "run")])
     assert "is damaged" in done.stderr
     assert_equal_runs(straight(PLAIN), tmp_path / "run")
     # And once more: it says that it is finished.
-    assert "was finished before" in run_to_the_end([*COMMAND, "--out", str(tmp_path / "run")]).stdout
+    assert "was finished before" in run_to_the_end([*command, "--out", str(tmp_path / "run")]).stdout
