@@ -7,7 +7,7 @@ from pathlib import Path
 from anechoic.outcome import Outcome
 
 
-def demo(*, out: Path = Path("runs/demo"), samples: int = 100_000, seed: int = 0) -> Outcome:
+def demo(*, out: Path = Path("runs/demo"), samples: int = 76_800, seed: int = 0) -> Outcome:
     """Train a residual and a decayed autoencoder on embedded digits, judge both frozen, and write a page (minutes).
 
     The two differ in alpha_min alone and have the same budget. Raw pixels and the untrained network stand beside them.

@@ -18,7 +18,7 @@ def demo_mae() -> Config:
     base = pocket_mae_digits()
     return replace(
         base,
-        optim=OptimConfig(batch_size=128, samples=100_000, lr=2e-3),
+        optim=OptimConfig(batch_size=128, samples=76_800, lr=2e-3),
         watch=WatchConfig(),
         threads=1,
     )
