@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from anechoic.analysis import effective_rank
 from anechoic.errors import UserError
+from anechoic.inference import FrozenTransformer, count_layers, in_groups, is_served
+from anechoic.models.vit import VisionTransformer
 from anechoic.shortcut import Shortcut
 
 Pooling = Literal["class", "mean", "all"]
@@ -155,7 +157,13 @@ def extract_batches(
 
     `forward` replaces the plain call of the trunk, for networks that want more than images (a time, a label).
     """
-    run, prefix = forward or trunk(model), prefix_tokens(model)
+    network = trunk(model)
+    if forward is None and is_served(network):
+        assert isinstance(network, VisionTransformer)
+        with evaluating(model):
+            yield from frozen_batches(network, batches, layers=layers, poolings=poolings)
+        return
+    run, prefix = forward or network, prefix_tokens(model)
     with evaluating(model), capture(model) as stream:
         for images in batches:
             output = run(images)
@@ -165,6 +173,35 @@ def extract_batches(
                 for layer in choose_layers(layers, count=len(tokens))
                 for pooling in poolings
             }
+
+
+def frozen_batches(
+    network: VisionTransformer,
+    batches: Iterable[Tensor],
+    *,
+    layers: Sequence[int] | Literal["all"],
+    poolings: Sequence[Pooling],
+) -> Iterator[dict[Key, Tensor]]:
+    """`extract_batches` of a transformer of ours on the CPU, by its fast forward."""
+    chosen = choose_layers(layers, count=count_layers(network))
+    depth = len(network.blocks)
+    # The last block need not compute the patches if nobody reads them behind it.
+    class_only = set(poolings) == {"class"}
+    fast = FrozenTransformer(network, deepest=max(chosen), class_only=class_only and max(chosen) >= depth)
+
+    def run(images: Tensor) -> dict[Key, Tensor]:
+        found: dict[Key, Tensor] = {}
+
+        def keep(tokens: Tensor, layer: int) -> None:
+            if layer in chosen:
+                for pooling in poolings:
+                    found[layer, pooling] = pool(tokens, pooling=pooling, num_prefix_tokens=1).clone()
+
+        fast(images, keep)
+        return {(layer, pooling): found[layer, pooling] for layer in chosen for pooling in poolings}
+
+    grid = network.config.grid
+    yield from in_groups(run, batches, tokens=1 + grid[0] * grid[1])
 
 
 def extract(
