@@ -66,9 +66,14 @@ class Judged:
             for source in (labelled.train, labelled.test)
         )
 
-    def knn(self, key: Key, *, k: int) -> float:
+    def knn(self, key: Key, *, k: int, standardised: bool = False) -> float:
+        """standardised: every channel to mean 0 and deviation 1 over the fitted images, which a cosine is blind to."""
+        train, test = self.train[key], self.test[key]
+        if standardised:
+            mean, deviation = train.mean(axis=0), train.std(axis=0).clip(min=1e-12)
+            train, test = ((x - mean) / deviation for x in (train, test))
         labels = (self.labelled.train_labels, self.labelled.test_labels)
-        return 100 * knn_accuracy(self.train[key], labels[0], self.test[key], labels[1], ks=(k,))[k]
+        return 100 * knn_accuracy(train, labels[0], test, labels[1], ks=(k,))[k]
 
     def probe(self, key: Key, *, seed: int) -> float:
         labels = (self.labelled.train_labels, self.labelled.test_labels)
@@ -95,10 +100,12 @@ def judge_encoder(run_dir: Path, judge: Judge, *, seed: int) -> dict[str, Any]:
         table = [found.ranks(key) for key in keys]
         metrics["layers"][pooling] = {
             "knn": [found.knn(key, k=judge.neighbours) for key in keys],
+            "knn_standardised": [found.knn(key, k=judge.neighbours, standardised=True) for key in keys],
             **{name: [row[name] for row in table] for name in table[0]},
             "norm": [found.norm(key) for key in keys],
         }
-        metrics[f"knn_{pooling}"] = metrics["layers"][pooling]["knn"][-1]
+        for kind in ("knn", "knn_standardised"):
+            metrics[f"{kind}_{pooling}"] = metrics["layers"][pooling][kind][-1]
         if judge.probe:
             metrics[f"probe_{pooling}"] = found.probe((last, pooling), seed=seed)
     if judge.probe_layers:
@@ -122,6 +129,7 @@ def judge_checkpoint(path: Path, labelled: Labelled, judge: Judge) -> dict[str, 
     row: dict[str, Any] = {"seen": int(path.name)}
     for pooling in found.poolings:
         row[f"knn_{pooling}"] = found.knn((last, pooling), k=judge.neighbours)
+        row[f"knn_standardised_{pooling}"] = found.knn((last, pooling), k=judge.neighbours, standardised=True)
         row[f"entropy_{pooling}"] = found.ranks((last, pooling))["entropy"]
     return row
 

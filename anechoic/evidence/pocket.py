@@ -1,0 +1,473 @@
+"""The paper's tables and figures at pocket scale, and the map of when fading shortcuts pay: variants for two cores.
+
+The protocol, fixed before the grid was run: CIFAR-100 at 32 pixels in patches of 8, the paper's random resized crops
+and flips, mask ratio 0.75, normalised pixels, AdamW with the paper's betas and weight decay, 5 % warm-up and a cosine,
+batch 128. Judged on frozen features: a weighted 20-NN vote (on the features as they are, and standardised) and a
+converged logistic regression, fitted to 5,000 training images and tested on 5,000 test images. Three seeds. Nothing is
+chosen on test labels: settings come from the paper and from the time there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from anechoic.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    OptimConfig,
+    SaveConfig,
+    ShortcutConfig,
+    WatchConfig,
+)
+from anechoic.evidence.cell import Judge
+from anechoic.evidence.grids import Grid, Row, Variant
+from anechoic.recipes import recipe
+from anechoic.shortcut import alpha_min_for, effective_decay, linear
+
+SEEDS = (0, 1, 2)
+ALPHAS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
+TRAIN, TEST = "cifar100/train.parquet", "cifar100/test.parquet"
+JUDGE = Judge(TRAIN, TEST, fitted=5000, tested=5000)
+# Samples of a table's cell, and of the cells of the map.
+SAMPLES = 96_000
+MODEL: dict[str, Any] = {
+    "patch_size": 8,
+    "dim": 96,
+    "depth": 6,
+    "num_heads": 3,
+    "decoder_dim": 48,
+    "decoder_depth": 3,
+    "decoder_num_heads": 3,
+}
+
+
+def mae(
+    alpha_min: float | str = 1.0,
+    *,
+    samples: int = SAMPLES,
+    batch: int = 128,
+    lr: float = 1e-3,
+    source: str = TRAIN,
+    form: str = "identity",
+    schedule: str = "linear",
+    constant_lr: bool = False,
+    checkpoints: int = 0,
+    image_size: int = 32,
+    channels: int = 3,
+    **options: Any,
+) -> Config:
+    """A pocket autoencoder; checkpoints: how many are kept along the way."""
+    samples = samples // batch * batch
+    return Config(
+        data=DataConfig(source, image_size=image_size, channels=channels, flip=channels == 3, holdout=256, workers=0),
+        model=ModelConfig("mae_tiny_patch4", {**MODEL, **options}),
+        shortcut=ShortcutConfig(alpha_min=alpha_min, form=form, schedule=schedule),  # type: ignore[arg-type]
+        optim=OptimConfig(batch_size=batch, samples=samples, lr=lr, schedule="constant" if constant_lr else "cosine"),
+        watch=WatchConfig(every=max(samples // 5, batch), report=max(samples // 40, batch)),
+        save=SaveConfig(
+            every=max(samples // max(4, checkpoints), batch), keep_every=samples // checkpoints if checkpoints else 0
+        ),
+        threads=1,
+        devices=1,
+    )
+
+
+# ---- masked autoencoders: Tables 1, 2, 3a, 3b and Figure 5 share their cells
+
+
+def mae_variants() -> dict[str, Variant]:
+    judge = replace(JUDGE, checkpoints=True)
+    found = {f"alpha{alpha:g}": Variant(mae(alpha, checkpoints=4), judge) for alpha in ALPHAS}
+    found |= {
+        "noskips-alpha1": Variant(mae(1.0, skips=False, zero_init=True), JUDGE),
+        "noskips-alpha0.6": Variant(mae(0.6, skips=False), JUDGE),
+        "branch": Variant(mae(1.0, form="branch"), JUDGE),
+        "both": Variant(mae(1.0, form="both"), JUDGE),
+        "attention": Variant(mae(0.6, form="attention"), JUDGE),
+        "mlp": Variant(mae(0.6, form="mlp"), JUDGE),
+    }
+    return found
+
+
+PROBES = {
+    "probe_mean": "linear probe, mean token",
+    "probe_class": "linear probe, class token",
+    "knn_mean": "k-NN, mean token",
+    "knn_class": "k-NN, class token",
+    "knn_standardised_mean": "k-NN, mean token standardised",
+    "knn_standardised_class": "k-NN, class token standardised",
+    "entropy": "rank (entropy)",
+}
+
+
+def probe(value: float) -> dict[str, float]:
+    """The paper's linear probe, beside both tokens'."""
+    return {"probe_mean": value, "probe_class": value}
+
+
+TABLE1 = Grid(
+    name="table1",
+    title="Table 1: masked autoencoders with and without the method",
+    claim="With decay and skips the frozen features of a masked autoencoder are far better than without "
+    "(ImageNet-1K: linear probe 72.7 against 67.8 %, k-NN 63.9 against 27.4 %).",
+    group="mae",
+    rows=[
+        Row("the original MAE: no skips, residual", "noskips-alpha1", {**probe(67.8), "knn_class": 27.4}),
+        Row("skips, residual", "alpha1"),
+        Row("skips, alpha_min 0.6", "alpha0.6", {**probe(72.7), "knn_class": 63.9}),
+    ],
+    metrics=PROBES,
+    baseline="noskips-alpha1",
+)
+TABLE2 = Grid(
+    name="table2",
+    title="Table 2: linear probe against alpha_min",
+    claim="Accuracy rises as alpha_min falls from 1 to about 0.6 (ImageNet-100, ViT-B/16).",
+    group="mae",
+    rows=[
+        Row(f"alpha_min {alpha:g}", f"alpha{alpha:g}", probe(value))
+        for alpha, value in zip(ALPHAS, (76.5, 79.2, 79.8, 81.8, 83.6, 82.3), strict=True)
+    ],
+    metrics=PROBES,
+    baseline="alpha1",
+)
+TABLE3A = Grid(
+    name="table3a",
+    title="Table 3a: decay without skips",
+    claim="Without skips to the decoder, decay destroys the features (61.5 against 83.6 %).",
+    group="mae",
+    rows=[
+        Row("alpha_min 0.6, no skips", "noskips-alpha0.6", probe(61.5)),
+        Row("alpha_min 0.6, skips", "alpha0.6", probe(83.6)),
+        Row("residual, no skips", "noskips-alpha1"),
+        Row("residual, skips", "alpha1", probe(76.5)),
+    ],
+    metrics=PROBES,
+    baseline="alpha0.6",
+)
+TABLE3B = Grid(
+    name="table3b",
+    title="Table 3b: what is scaled",
+    claim="Scaling the branch changes little, scaling both helps some, decaying attention or MLP alone less than both.",
+    group="mae",
+    rows=[
+        Row("x + f", "alpha1", probe(76.5)),
+        Row("x + sqrt(0.5) f", "branch", probe(76.9)),
+        Row("sqrt(0.5) (x + f)", "both", probe(82.6)),
+        Row("alpha x + f, attention only", "attention", probe(79.3)),
+        Row("alpha x + f, MLP only", "mlp", probe(80.6)),
+        Row("alpha x + f", "alpha0.6", probe(83.6)),
+    ],
+    metrics=PROBES,
+    baseline="alpha1",
+)
+FIG5 = Grid(
+    name="fig5",
+    title="Figure 5: effective rank and accuracy over training",
+    claim="At any time of training a smaller alpha_min has a lower effective rank and, at the paper's scale, a higher "
+    "accuracy, so that the two are negatively correlated.",
+    group="mae",
+    rows=TABLE2.rows,
+    metrics={"entropy": "rank (entropy)", "knn_mean": "k-NN, mean token"},
+    baseline="alpha1",
+    kind="dynamics",
+)
+
+
+# ---- diffusion: Table 4
+
+UVIT_ALPHAS = (1.0, 0.8, 0.7, 0.6)
+
+
+def uvit_digits(alpha_min: float) -> Config:
+    base = recipe("pocket_uvit_digits")
+    return replace(
+        base,
+        recipe="",
+        shortcut=ShortcutConfig(alpha_min=alpha_min),
+        optim=replace(base.optim, samples=800 * 128, warmup=0.05),
+        watch=WatchConfig(every=51_200),
+        save=SaveConfig(every=51_200),
+        threads=1,
+        devices=1,
+    )
+
+
+def uvit_cifar(alpha_min: float) -> Config:
+    base = recipe("pocket_uvit_cifar100")
+    options = {"patch_size": 4, "dim": 96, "depth": 4, "num_heads": 3}
+    return replace(
+        base,
+        recipe="",
+        data=replace(base.data, source=TRAIN, workers=0),
+        model=ModelConfig("uvit_small", options),
+        shortcut=ShortcutConfig(alpha_min=alpha_min),
+        optim=replace(base.optim, batch_size=64, samples=38_400, warmup=0.05, ema=0.99),
+        watch=WatchConfig(every=38_400),
+        save=SaveConfig(every=19_200),
+        threads=1,
+        devices=1,
+    )
+
+
+def uvit_variants() -> dict[str, Variant]:
+    digits = Judge("digits:train", "digits:test", samples=500, extractor="digits", noise=(0.05, 0.2))
+    cifar = Judge(TRAIN, TEST, fitted=3000, tested=3000, samples=500, noise=(0.05,))
+    return {
+        **{f"digits-alpha{alpha:g}": Variant(uvit_digits(alpha), digits) for alpha in UVIT_ALPHAS},
+        **{f"cifar100-alpha{alpha:g}": Variant(uvit_cifar(alpha), cifar) for alpha in UVIT_ALPHAS},
+    }
+
+
+def table4(data: str, title: str) -> Grid:
+    paper = {
+        1.0: {"probe": 62.47, "frechet": 14.34},
+        0.8: {"probe": 63.58, "frechet": 11.65},
+        0.7: {"probe": 66.86, "frechet": 8.99},
+        0.6: {"probe": 64.63, "frechet": 11.71},
+    }
+    return Grid(
+        name="table4" if data == "digits" else "table4-cifar100",
+        title=title,
+        claim="Diffusion models with decayed shortcuts have better features and better samples (CIFAR-100, U-ViT-S/2: "
+        "probe 66.86 against 62.47 %, FID 8.99 against 14.34 at alpha_min 0.7).",
+        group="uvit",
+        rows=[Row(f"alpha_min {alpha:g}", f"{data}-alpha{alpha:g}", paper[alpha]) for alpha in UVIT_ALPHAS],
+        metrics={"probe": "linear probe", "frechet": "Frechet distance", "precision": "precision", "recall": "recall"},
+        baseline=f"{data}-alpha1",
+    )
+
+
+TABLE4 = table4("digits", "Table 4: U-ViT on digits, probe and Frechet distance")
+TABLE4_CIFAR = table4("cifar100", "Table 4: U-ViT on CIFAR-100, probe and Frechet distance")
+
+
+# ---- the supervised control: Figure 7
+
+RESNET_ALPHAS, RESNET_BLOCKS = (1.0, 0.6), (8, 12, 16)
+
+
+def resnet_variants() -> dict[str, Variant]:
+    def config(alpha_min: float, blocks: int) -> Config:
+        return Config(
+            data=DataConfig(TRAIN, image_size=32, scale=(0.4, 1.0), labels=True, holdout=256, workers=0),
+            model=ModelConfig("resnet18", {"num_blocks": blocks, "num_classes": 100, "width": 8}),
+            shortcut=ShortcutConfig(alpha_min=alpha_min),
+            objective=ObjectiveConfig("supervised", {"label_smoothing": 0.1}),
+            optim=OptimConfig(batch_size=128, samples=12_800, lr=3e-3, betas=(0.9, 0.999), weight_decay=0.05),
+            watch=WatchConfig(every=2560, report=2560),
+            save=SaveConfig(every=6400),
+            threads=1,
+            devices=1,
+        )
+
+    judge = Judge(TRAIN, TEST, fitted=2, tested=2000)
+    return {
+        f"blocks{blocks}-alpha{alpha:g}": Variant(config(alpha, blocks), judge)
+        for blocks in RESNET_BLOCKS
+        for alpha in RESNET_ALPHAS
+    }
+
+
+FIG7 = Grid(
+    name="fig7",
+    title="Figure 7: the supervised control, ResNets with labels",
+    claim="Effective rank falls over depth and with alpha_min; accuracy hardly changes (94.4 against 93.6 %).",
+    group="resnet",
+    rows=[
+        Row(f"{blocks} blocks, alpha_min {alpha:g}", f"blocks{blocks}-alpha{alpha:g}")
+        for blocks in RESNET_BLOCKS
+        for alpha in RESNET_ALPHAS
+    ],
+    metrics={"accuracy": "test accuracy", "layers.mean.entropy.-1": "rank of the last block (entropy)"},
+    baseline="blocks8-alpha1",
+    kind="layers",
+)
+
+
+# ---- stability: norms with and without zero-initialised branches
+
+STABLE_ALPHAS = (1.0, 0.7, 0.4)
+
+
+def stability_variants() -> dict[str, Variant]:
+    def config(alpha_min: float, zero_init: bool) -> Config:
+        base = mae(alpha_min, samples=12_800, depth=12, zero_init=zero_init, decoder_depth=2)
+        return replace(base, watch=WatchConfig(every=1280, report=1280))
+
+    return {
+        f"{'zero' if zero else 'xavier'}-alpha{alpha:g}": Variant(config(alpha, zero), Judge())
+        for zero in (True, False)
+        for alpha in STABLE_ALPHAS
+    }
+
+
+STABILITY = Grid(
+    name="stability",
+    title="Stability: norms with and without zero-initialised branches",
+    claim="Below about 0.7 the norm of the features explodes unless every branch starts at zero.",
+    group="stability",
+    rows=[
+        Row(f"{words}, alpha_min {alpha:g}", f"{kind}-alpha{alpha:g}")
+        for kind, words in (("zero", "zero-initialised"), ("xavier", "Xavier"))
+        for alpha in STABLE_ALPHAS
+    ],
+    metrics={
+        "training.-1.token_norm.-1": "norm after 100 updates",
+        "training.0.token_norm.-1": "norm at the start",
+        "training.-1.held_out_loss": "held-out loss",
+    },
+    baseline="zero-alpha1",
+    kind="norms",
+)
+
+
+# ---- the map: when does it pay?
+
+PAIR = (1.0, 0.6)
+MAP_SAMPLES = 48_000
+LONG_SAMPLES = 384_000
+# Samples seen at the checkpoints of the long runs, which have a constant learning rate: each is the end of a run too.
+LENGTHS = tuple(LONG_SAMPLES * i // 8 // 128 * 128 for i in range(1, 9))
+
+# name -> (what differs from the pocket setting, in words; the settings)
+AXES: dict[str, tuple[str, dict[str, Any]]] = {
+    "base": ("the pocket setting", {}),
+    "depth3": ("depth 3", {"depth": 3, "decoder_depth": 1}),
+    "depth12": ("depth 12", {"depth": 12}),
+    "width48": ("width 48", {"dim": 48}),
+    "patch4": ("patches of 4", {"patch_size": 4}),
+    "mask0.5": ("mask ratio 0.5", {"mask_ratio": 0.5}),
+    "lr3e-4": ("learning rate 3e-4", {"lr": 3e-4}),
+    "lr3e-3": ("learning rate 3e-3", {"lr": 3e-3}),
+    "batch32": ("batch 32, half the learning rate", {"batch": 32, "lr": 5e-4}),
+    "oneskip": ("one skip, from the last block", {"decoder_depth": 1}),
+    "scenes": ("procedural scenes", {"source": "scenes:train"}),
+    "digits": ("digits", {"source": "digits:train", "image_size": 8, "patch_size": 2, "channels": 1}),
+}
+AXES_JUDGES = {
+    "scenes": Judge("scenes:train:5000", "scenes:test:2000", fitted=5000, tested=2000),
+    "digits": Judge("digits:train", "digits:test", tested=2000),
+}
+
+
+def axes_variants() -> dict[str, Variant]:
+    """Pairs (residual, decayed) that differ from the pocket setting in one thing."""
+    found = {
+        f"{name}-alpha{alpha:g}": Variant(
+            mae(alpha, **{"samples": MAP_SAMPLES, **changes}), AXES_JUDGES.get(name, JUDGE)
+        )
+        for name, (_, changes) in AXES.items()
+        for alpha in PAIR
+    }
+    equal = round(alpha_min_for(24, effective_decay=effective_decay_of(0.6, branches=12)), 3)
+    found["depth12-equal"] = Variant(mae(equal, samples=MAP_SAMPLES, depth=12), JUDGE)
+    return found
+
+
+def effective_decay_of(alpha_min: float, *, branches: int) -> float:
+    return effective_decay(linear(branches, alpha_min))
+
+
+AXES_GRID = Grid(
+    name="axes",
+    title="The map: what changes when one thing changes",
+    claim="",
+    group="axes",
+    rows=[
+        *(Row(f"{words}, alpha_min 0.6", f"{name}-alpha0.6") for name, (words, _) in AXES.items()),
+        Row("depth 12, alpha_min for the same effective decay as depth 6", "depth12-equal"),
+    ],
+    metrics=PROBES,
+    baseline="base-alpha1",
+    kind="axes",
+)
+
+
+def length_variants() -> dict[str, Variant]:
+    judge = replace(JUDGE, checkpoints=True)
+    return {
+        f"alpha{alpha:g}": Variant(mae(alpha, samples=LONG_SAMPLES, constant_lr=True, checkpoints=8), judge)
+        for alpha in PAIR
+    }
+
+
+LENGTH = Grid(
+    name="length",
+    title="The map: training length",
+    claim="Somewhere between the shortest run and the paper's 98,000 updates the sign of the difference turns.",
+    group="length",
+    rows=[Row(f"alpha_min {alpha:g}", f"alpha{alpha:g}") for alpha in PAIR],
+    metrics=PROBES,
+    baseline="alpha1",
+    kind="length",
+)
+
+# name -> (in words, settings): what might let a short run profit from decay
+REMEDIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "product0.4": (
+        "decay until 0.4 of the input is left",
+        {"alpha_min": round(alpha_min_for(12, effective_decay=0.4), 3)},
+    ),
+    "cosine": ("cosine schedule, alpha_min 0.6", {"alpha_min": 0.6, "schedule": "cosine"}),
+    "constant": ("the same alpha everywhere, 0.9", {"alpha_min": 0.9, "schedule": "constant"}),
+    "learnable": ("learnable alpha, starting at the schedule", {"alpha_min": 0.6, "form": "learnable"}),
+    "attention": ("attention branches only", {"alpha_min": 0.6, "form": "attention"}),
+    "mlp": ("MLP branches only", {"alpha_min": 0.6, "form": "mlp"}),
+    "lr3e-3": ("three times the learning rate", {"alpha_min": 0.6, "lr": 3e-3}),
+}
+
+
+def remedy_variants() -> dict[str, Variant]:
+    plain = {"residual": {"alpha_min": 1.0}, "decayed": {"alpha_min": 0.6}, "residual-lr3e-3": {"lr": 3e-3}}
+    every = {**plain, **{name: changes for name, (_, changes) in REMEDIES.items()}}
+    return {name: Variant(mae(**{"samples": MAP_SAMPLES, **changes}), JUDGE) for name, changes in every.items()}
+
+
+REMEDY_GRID = Grid(
+    name="remedies",
+    title="The map: remedies",
+    claim="",
+    group="remedies",
+    rows=[
+        Row("alpha_min 0.6", "decayed"),
+        *(Row(words, name) for name, (words, _) in REMEDIES.items()),
+        Row("residual, three times the learning rate", "residual-lr3e-3"),
+    ],
+    metrics=PROBES,
+    baseline="residual",
+)
+
+
+# ---- everything by name
+
+GROUPS: dict[str, Callable[[], dict[str, Variant]]] = {
+    "mae": mae_variants,
+    "uvit": uvit_variants,
+    "resnet": resnet_variants,
+    "stability": stability_variants,
+    "axes": axes_variants,
+    "length": length_variants,
+    "remedies": remedy_variants,
+}
+GRIDS = {
+    grid.name: grid
+    for grid in (
+        TABLE1,
+        TABLE2,
+        TABLE3A,
+        TABLE3B,
+        TABLE4,
+        TABLE4_CIFAR,
+        FIG5,
+        FIG7,
+        STABILITY,
+        LENGTH,
+        AXES_GRID,
+        REMEDY_GRID,
+    )
+}
