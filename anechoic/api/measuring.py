@@ -12,6 +12,7 @@ from anechoic.outcome import Outcome, package_version
 
 # What can be measured -> the module that does: `run(options) -> rows`, and `PEERS`, the packages it compares with.
 BENCHMARKS = {
+    "train": "anechoic.benchmarks.train",
     "data": "anechoic.benchmarks.data",
     "sample": "anechoic.benchmarks.sample",
     "knn": "anechoic.benchmarks.knn",
@@ -20,18 +21,26 @@ BENCHMARKS = {
 
 
 def bench(
-    what: str = "all", /, *, rounds: int = 5, images: Path | None = None, small: str = "", workers: int = 0
+    what: str = "all",
+    /,
+    *,
+    rounds: int = 5,
+    images: Path | None = None,
+    small: str = "",
+    workers: int = 0,
+    plain: bool = False,
 ) -> Outcome:
     """Measure speed against peers, taking turns with them on this machine.
 
     Example: anechoic bench data --images imagenette/train --small cifar100/train.parquet
 
     Args:
-        what: data, knn, probe, sample, or all.
+        what: train, data, knn, probe, sample, or all.
         rounds: how many turns each contestant takes; the median and the range of the ratios are shown.
         images: for data, a folder of JPEGs; JPEGs are made from the embedded scenes if it is not given.
         small: for data, a source of small images; the embedded scenes if it is not given.
         workers: for data, worker processes of both loaders.
+        plain: for train, our plain path instead of the optimised one.
     """
     if what not in (*BENCHMARKS, "all"):
         near = difflib.get_close_matches(what, BENCHMARKS, n=1)
@@ -42,14 +51,21 @@ def bench(
     from anechoic.benchmarks.timing import Options, table
 
     start = time.perf_counter()
-    options = Options(rounds=rounds, images=str(images or ""), small=small, workers=workers)
+    options = Options(rounds=rounds, images=str(images or ""), small=small, workers=workers, plain=plain)
     rows, peers = [], {}
     for name in BENCHMARKS if what == "all" else [what]:
         module = import_module(BENCHMARKS[name])
         rows += [{"benchmark": name, **row} for row in module.run(options)]
         peers.update({package: package_version(package) for package in module.PEERS})
     return Outcome(
-        config={"what": what, "rounds": rounds, "images": str(images or ""), "small": small, "workers": workers},
+        config={
+            "what": what,
+            "rounds": rounds,
+            "images": str(images or ""),
+            "small": small,
+            "workers": workers,
+            "plain": plain,
+        },
         metrics={"rows": rows, "peers": peers},
         seconds=time.perf_counter() - start,
         text=table(rows),

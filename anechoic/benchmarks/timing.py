@@ -16,12 +16,14 @@ GEMM_SIDE = 2048
 
 @dataclass(frozen=True)
 class Options:
-    """What every benchmark is told. images: a folder of JPEGs; small: a source of small images; "" makes some up."""
+    """What every benchmark is told. images: a folder of JPEGs; small: a source of small images; "" makes some up;
+    plain: train on the plain path."""
 
     rounds: int = 5
     images: str = ""
     small: str = ""
     workers: int = 0
+    plain: bool = False
 
 
 @dataclass(frozen=True)

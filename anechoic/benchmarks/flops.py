@@ -1,0 +1,45 @@
+"""How many floating-point operations a step of training has: the matrix products of the plain algorithm.
+
+A multiply-add counts as two. Work that an implementation avoids still counts, so that avoiding it shows as speed.
+"""
+
+from __future__ import annotations
+
+from anechoic.models.mae import MAEConfig, skip_sources
+
+
+def forward_flops(config: MAEConfig) -> tuple[float, float]:
+    """Of one image through the masked autoencoder: (all products, the patch embedding's share of them).
+
+    All patches are embedded, the encoder sees the class token and the kept ones, the decoder sees and predicts all.
+    """
+    patches = config.grid[0] * config.grid[1]
+    pixels = config.patch_size**2 * config.in_channels
+    seen, tokens = 1 + config.num_kept, 1 + patches
+    embedding = 2.0 * patches * pixels * config.dim
+    encoder = config.depth * block_flops(seen, config.dim, config.mlp_ratio)
+    decoder = config.decoder_depth * block_flops(tokens, config.decoder_dim, config.mlp_ratio)
+    width = config.decoder_dim
+    if config.skips:
+        joins = 2.0 * tokens * width * width
+        joins += len(skip_sources(config.depth, config.decoder_depth)) * skip_flops(tokens, config.dim, width)
+    else:
+        joins = 2.0 * seen * config.dim * width
+    return embedding + encoder + joins + decoder + 2.0 * tokens * width * pixels, embedding
+
+
+def block_flops(tokens: int, dim: int, mlp_ratio: float) -> float:
+    """Queries, keys, values and projection; the MLP; the two products of attention."""
+    hidden = int(dim * mlp_ratio)
+    return 2.0 * tokens * dim * (4 * dim + 2 * hidden) + 4.0 * tokens * tokens * dim
+
+
+def skip_flops(tokens: int, encoder_dim: int, dim: int) -> float:
+    """The MLP of a skip layer on the concatenation of encoder tokens and decoder tokens."""
+    return 2.0 * tokens * dim * (encoder_dim + dim + dim)
+
+
+def step_flops(config: MAEConfig, batch: int) -> float:
+    """Forward and backward: every product has two in the backward pass, but nobody asks for the pixels' gradient."""
+    forward, embedding = forward_flops(config)
+    return batch * (3 * forward - embedding)

@@ -1,0 +1,227 @@
+"""A step of training a masked autoencoder beside transformers' ViTMAE, and beside the machine's own GEMM rate.
+
+The same architecture (the original MAE), batch, mask ratio and precision; a step is forward, backward and AdamW. The
+peer gets one or two threads, whichever is faster; ours one process of two threads or two of one that average gradients,
+and the row says which. The limit is a product of large matrices in the same arrangement of processes and threads.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from anechoic.benchmarks.contest import Entry, Step, contest, fastest
+from anechoic.benchmarks.timing import GEMM_SIDE, Options, Timing, row
+from anechoic.errors import UserError
+
+if TYPE_CHECKING:
+    from anechoic.distributed import Place
+
+PEERS = ("transformers", "torch")
+PAIRS = 40  # turns of the decayed and of the residual network: their ratio is wanted to one per cent
+
+
+@dataclass(frozen=True)
+class Work:
+    """A masked autoencoder and its batch."""
+
+    name: str
+    dim: int
+    heads: int
+    decoder_dim: int
+    decoder_heads: int
+    batch: int
+    depth: int = 12
+    decoder_depth: int = 4
+    patch: int = 4
+    image: int = 32
+
+    def model_options(self, **others: Any) -> dict[str, Any]:
+        """As build_model takes them."""
+        return {
+            "image_size": self.image,
+            "patch_size": self.patch,
+            "dim": self.dim,
+            "depth": self.depth,
+            "num_heads": self.heads,
+            "decoder_dim": self.decoder_dim,
+            "decoder_depth": self.decoder_depth,
+            "decoder_num_heads": self.decoder_heads,
+            **others,
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: width {self.dim} x {self.depth}, patch {self.patch}, {self.image} px, "
+            f"decoder {self.decoder_dim} x {self.decoder_depth}, batch {self.batch}"
+        )
+
+
+SMALLEST = Work("smallest", dim=96, heads=3, decoder_dim=48, decoder_heads=3, batch=64)
+POCKET = Work("pocket", dim=192, heads=3, decoder_dim=96, decoder_heads=3, batch=128)
+LARGE: dict[str, Any] = {"decoder_dim": 512, "decoder_heads": 16, "decoder_depth": 8, "patch": 16, "image": 224}
+SMALL = Work("ViT-S/16", dim=384, heads=6, batch=16, **LARGE)
+BASE = Work("ViT-B/16", dim=768, heads=12, batch=16, **LARGE)
+WORKS = (SMALLEST, POCKET, SMALL, BASE)
+
+
+def run(options: Options) -> list[dict[str, Any]]:
+    """A row for each size, then one for the decayed network against the residual one."""
+    try:
+        import transformers  # noqa: F401 (only whether it is there)
+    except ImportError as error:
+        raise UserError('This benchmark needs an extra package: pip install "anechoic[bench]".') from error
+    rows = [against_peer(work, rounds=options.rounds, plain=options.plain) for work in WORKS]
+    return [*rows, decayed_against_residual(POCKET, plain=options.plain)]
+
+
+# ---- the steps, each made in the contestant's own process
+
+
+def ours(place: Place, work: Work, options: dict[str, Any], plain: bool) -> Step:
+    """What the engine does between two batches, with the parts it is made of."""
+    import torch
+
+    from anechoic.assembly import make_optimizer
+    from anechoic.config import OptimConfig
+    from anechoic.distributed import parallel
+    from anechoic.models import build_model
+
+    torch.manual_seed(0)
+    model = build_model("mae_tiny_patch4", **work.model_options(**options)).train()
+    optimizer = make_optimizer(model, OptimConfig(batch_size=work.batch))
+    trained = parallel(place, model)
+    images = torch.randn(work.batch // place.world_size, 3, work.image, work.image)
+
+    def step() -> None:
+        trained(images).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def theirs(place: Place, work: Work) -> Step:
+    """The peer's step, with AdamW at its best: one fused kernel."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.ViTMAEForPreTraining(
+        transformers.ViTMAEConfig(
+            hidden_size=work.dim,
+            num_hidden_layers=work.depth,
+            num_attention_heads=work.heads,
+            intermediate_size=4 * work.dim,
+            image_size=work.image,
+            patch_size=work.patch,
+            decoder_num_attention_heads=work.decoder_heads,
+            decoder_hidden_size=work.decoder_dim,
+            decoder_num_hidden_layers=work.decoder_depth,
+            decoder_intermediate_size=4 * work.decoder_dim,
+            mask_ratio=0.75,
+            norm_pix_loss=True,
+        )
+    ).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.05, fused=True)
+    images = torch.randn(work.batch, 3, work.image, work.image)
+
+    def step() -> None:
+        model(pixel_values=images).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def product(place: Place) -> Step:
+    """The limit: one product of large square matrices."""
+    import torch
+
+    a, b = torch.randn(2, GEMM_SIDE, GEMM_SIDE).unbind(0)
+    return lambda: a @ b
+
+
+# ---- the rows
+
+
+def arrangements(batch: int) -> list[tuple[int, int]]:
+    """(processes, threads each) that use all cores, at most two: the peer's own limit here."""
+    cores = min(2, os.cpu_count() or 1)
+    return [(1, cores), *([(cores, 1)] if cores > 1 and batch % cores == 0 else [])]
+
+
+def named(processes: int, threads: int) -> str:
+    return f"{processes} x {threads} threads"
+
+
+def against_peer(work: Work, *, rounds: int, plain: bool = False) -> dict[str, Any]:
+    """ours beside the peer and beside the machine, each at its best arrangement."""
+    from anechoic.benchmarks.flops import step_flops
+    from anechoic.models import model_config
+
+    options = {"skips": False}
+    entries = {}
+    for processes, threads in arrangements(work.batch):
+        entries[f"ours, {named(processes, threads)}"] = Entry(ours, (work, options, plain), processes, threads)
+        entries[f"limit, {named(processes, threads)}"] = Entry(product, (), processes, threads)
+    for threads in {1, arrangements(work.batch)[0][1]}:
+        entries[f"transformers, {named(1, threads)}"] = Entry(theirs, (work,), 1, threads)
+    timing, memory = contest(entries, rounds=rounds)
+    best = fastest(timing, [name for name in entries if name.startswith("ours")])
+    peer = fastest(timing, [name for name in entries if name.startswith("transformers")])
+    limit = best.replace("ours", "limit")
+    gemm = 2.0 * GEMM_SIDE**3 * entries[limit].processes / min(timing.seconds[limit])
+    config: Any = model_config("mae_tiny_patch4", **work.model_options(**options))
+    line = row(
+        f"{work}{', plain path' if plain else ''}",
+        timing,
+        ours=best,
+        peer=peer,
+        items=work.batch,
+        flops=step_flops(config, work.batch),
+        gemm=gemm,
+        memory_mb=memory[best],
+    )
+    everyone = {name: {"seconds": timing.median(name), "memory_mb": memory[name]} for name in entries}
+    return line | {"ours_name": best, "gemm_flops": gemm, "contestants": everyone}
+
+
+def decayed_against_residual(work: Work, *, plain: bool = False, pairs: int = PAIRS) -> dict[str, Any]:
+    """The network with fading shortcuts beside the same one with plain shortcuts; low and high are the 95 % interval
+    of the mean ratio (of its logarithm), not the range."""
+    processes, threads = arrangements(work.batch)[-1]
+    entries = {
+        name: Entry(ours, (work, {"skips": True, "alpha_min": alpha_min}, plain), processes, threads)
+        for name, alpha_min in (("decayed", 0.6), ("residual", 1.0))
+    }
+    timing, memory = contest(entries, rounds=pairs, turn=0.0)
+    mean, low, high = mean_ratio(timing, "residual", ours="decayed")
+    line = row(
+        f"decayed (alpha_min 0.6) beside residual, with skips, {work}",
+        timing,
+        ours="decayed",
+        peer="residual",
+        items=work.batch,
+        memory_mb=memory["decayed"],
+    )
+    everyone = {name: {"seconds": timing.median(name), "memory_mb": memory[name]} for name in entries}
+    return line | {
+        "ratio": mean,
+        "low": low,
+        "high": high,
+        "interval": "95 % of the mean ratio",
+        "pairs": pairs,
+        "ours_name": f"decayed, {named(processes, threads)}",
+        "contestants": everyone,
+    }
+
+
+def mean_ratio(timing: Timing, peer: str, *, ours: str) -> tuple[float, float, float]:
+    """The geometric mean of the rounds' ratios and its 95 % interval (normal, as fits many rounds)."""
+    logs = [math.log(b / a) for a, b in zip(timing.seconds[ours], timing.seconds[peer], strict=True)]
+    mean, error = statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(len(logs))
+    return math.exp(mean), math.exp(mean - 1.96 * error), math.exp(mean + 1.96 * error)
