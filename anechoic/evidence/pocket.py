@@ -199,16 +199,16 @@ def uvit_digits(alpha_min: float) -> Config:
 
 def uvit_cifar(alpha_min: float) -> Config:
     base = recipe("pocket_uvit_cifar100")
-    options = {"patch_size": 4, "dim": 96, "depth": 4, "num_heads": 3}
+    options = {"patch_size": 4, "dim": 64, "depth": 4, "num_heads": 2}
     return replace(
         base,
         recipe="",
         data=replace(base.data, source=TRAIN, workers=0),
         model=ModelConfig("uvit_small", options),
         shortcut=ShortcutConfig(alpha_min=alpha_min),
-        optim=replace(base.optim, batch_size=64, samples=38_400, warmup=0.05, ema=0.99),
-        watch=WatchConfig(every=38_400),
-        save=SaveConfig(every=19_200),
+        optim=replace(base.optim, batch_size=64, samples=19_200, warmup=0.05, ema=0.99),
+        watch=WatchConfig(every=19_200),
+        save=SaveConfig(every=9600),
         threads=1,
         devices=1,
     )
