@@ -16,6 +16,7 @@ from anechoic.errors import UserError
 from anechoic.outcome import Outcome
 
 if TYPE_CHECKING:
+    from anechoic.data import Source
     from anechoic.evals.encoders import Encoder
     from anechoic.evals.labelled import Labelled, LabelledFeatures
 
@@ -35,6 +36,7 @@ def embed(
     pooling: Pooling | None = None,
     image_size: int | None = None,
     device: str = "auto",
+    workers: int = 0,
 ) -> Outcome:
     """Write one feature vector per image, with the images' names, to a .npz, .parquet or .csv file.
 
@@ -49,26 +51,51 @@ def embed(
         pooling: class token, mean of the patches, or mean of all tokens (default: class token if there is one).
         image_size: side of the images, if other than the model's own.
         device: cpu, cuda, mps; auto takes an accelerator if there is one.
+        workers: processes that decode ahead; with 0, images are decoded while others are computed.
     """
     from anechoic.data import open_source
-    from anechoic.evals.bank import features_of
-    from anechoic.evals.report import check_format, write_vectors
+    from anechoic.evals.report import check_format
 
     started = time.perf_counter()
     check_format(output)
+    if workers < 0:
+        raise UserError(f"--workers counts processes, 0 or more, not {workers}.")
     encoder, where = encoder_and_data(run, data, model, image_size)
     source = open_source(where, channels=encoder.channels)
-    chosen = pooling or encoder.poolings[0]
-    features = features_of(encoder, source, layers=(layer,), poolings=(chosen,), device=device)
-    (((number, _), vectors),) = features.sets.items()
-    names = [source.name(int(i)) for i in features.ids]
-    about = {"encoder": str(model or run), "layer": str(number), "pooling": chosen, "weights": encoder.fingerprint}
-    write_vectors(output, vectors, names=names, about=about)
-    text = f"Wrote {len(names)} vectors of {vectors.shape[1]} channels (layer {number}, {chosen}) to {output}."
+    about = {"encoder": str(model or run)}
+    metrics = embed_source(
+        encoder, source, output, layer=layer, pooling=pooling, device=device, workers=workers, about=about
+    )
+    text = "Wrote {vectors} vectors of {dim} channels (layer {layer}, {pooling}) to ".format(**metrics) + f"{output}."
     if source.skipped:
         text += f"\n{len(source.skipped)} images could not be read; the first is {source.skipped[0][0]}."
-    metrics = {"vectors": len(names), "dim": vectors.shape[1], "skipped": len(source.skipped), **about}
     return outcome({"run": run, "data": where, "output": str(output)}, metrics, text, started)
+
+
+def embed_source(
+    encoder: Encoder,
+    source: Source,
+    output: Path,
+    *,
+    layer: int = -1,
+    pooling: Pooling | None = None,
+    device: str = "auto",
+    workers: int = 0,
+    about: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    """Embed every image of an open source in one pass, decoding, computing and writing at the same time."""
+    from anechoic.evals.bank import features_of
+    from anechoic.evals.report import write_vectors
+
+    chosen = pooling or encoder.poolings[0]
+    features = features_of(
+        encoder, source, layers=(layer,), poolings=(chosen,), device=device, workers=workers, keep_pixels=False
+    )
+    (((number, _), vectors),) = features.sets.items()
+    names = [source.name(int(i)) for i in features.ids]
+    about = {**(about or {}), "layer": str(number), "pooling": chosen, "weights": encoder.fingerprint}
+    write_vectors(output, vectors, names=names, about=about)
+    return {"vectors": len(names), "dim": vectors.shape[1], "skipped": len(source.skipped), **about}
 
 
 def knn(

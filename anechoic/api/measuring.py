@@ -14,6 +14,7 @@ from anechoic.outcome import Outcome, package_version
 BENCHMARKS = {
     "train": "anechoic.benchmarks.train",
     "data": "anechoic.benchmarks.data",
+    "embed": "anechoic.benchmarks.embed",
     "sample": "anechoic.benchmarks.sample",
     "knn": "anechoic.benchmarks.knn",
     "probe": "anechoic.benchmarks.probe",
@@ -35,9 +36,9 @@ def bench(
     Example: anechoic bench data --images imagenette/train --small cifar100/train.parquet
 
     Args:
-        what: train, data, knn, probe, sample, or all.
+        what: train, data, embed, knn, probe, sample, or all.
         rounds: how many turns each contestant takes; the median and the range of the ratios are shown.
-        images: for data, a folder of JPEGs; JPEGs are made from the embedded scenes if it is not given.
+        images: for data and embed, a folder of JPEGs; JPEGs are made from the embedded scenes if it is not given.
         small: for data, a source of small images; the embedded scenes if it is not given.
         workers: for data, worker processes of both loaders.
         plain: for train, our plain path instead of the optimised one.

@@ -45,7 +45,7 @@ class Contestant:
         self.processes = []
         for rank in range(entry.processes):
             mine, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, entry, rank, port), daemon=True)
+            process = context.Process(target=serve, args=(theirs, entry, rank, port))
             process.start()
             self.pipes.append(mine)
             self.processes.append(process)

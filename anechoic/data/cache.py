@@ -108,18 +108,19 @@ class Stored(Source):
         return self._pixels[start:stop].view(*self._shapes[index].tolist(), self.channels).permute(2, 0, 1)
 
 
-def stored(source: Source, *, min_side: int) -> Source:
+def stored(source: Source, *, min_side: int, build: bool = True) -> Source:
     """The source itself or its cache, whichever reads faster; both give the same pixels for this min_side.
 
+    build=False takes a cache that is there but makes none: for a single pass, decoding is cheaper than keeping.
     Raises UserError if more than a tenth of the images, or of a sample of them, cannot be read.
     """
     if source.resident:
         return source
     if isinstance(source, Subset):
-        return Subset(stored(source.source, min_side=min_side), source.indices)
+        return Subset(stored(source.source, min_side=min_side, build=build), source.indices)
     key = digest("pixels", FORMAT, source.fingerprint, source.channels, min_side)
     folder = cache_dir() / "pixels" / key
-    if not folder.is_dir() and expected_bytes(source, min_side=min_side) > LIMIT_BYTES:
+    if not folder.is_dir() and (not build or expected_bytes(source, min_side=min_side) > LIMIT_BYTES):
         return source
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -147,6 +147,7 @@ class Loader:
     shuffle=True is training: endless, each epoch in a new order, `visits` counting the epochs. Epochs follow each other
     without a gap; drop_last=True ends an epoch at its last full batch, so that no batch holds two epochs.
     shuffle=False is evaluation: once, in order; drop_last=True leaves out an incomplete last batch.
+    build_cache=False uses decoded pixels that were kept before, but keeps none.
     start: samples seen before. rank, world_size: this process gets its contiguous slice of every batch of batch_size.
     """
 
@@ -165,6 +166,7 @@ class Loader:
         rank: int = 0,
         world_size: int = 1,
         cache: bool = True,
+        build_cache: bool = True,
     ):
         if image_size < 1 or batch_size < 1 or workers < 0 or start < 0:
             raise UserError(
@@ -181,7 +183,7 @@ class Loader:
             raise UserError(
                 f"A batch of {batch_size} is more than the {count} images there are; choose a smaller batch."
             )
-        self.source = stored(source, min_side=min_side_for(image_size)) if cache else source
+        self.source = stored(source, min_side=min_side_for(image_size), build=build_cache) if cache else source
         self.batch_size, self.shuffle, self.workers = batch_size, shuffle, workers
         self.num_samples = count // batch_size * batch_size if drop_last else count
         self._batches = _Batches(

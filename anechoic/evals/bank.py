@@ -26,7 +26,8 @@ from anechoic.errors import UserError
 from anechoic.evals.encoders import Encoder
 from anechoic.features import Key, Pooling, choose_layers, extract_batches
 
-BATCH = 256
+# Images of a batch. An accelerator wants many; cores compute them in small groups and only have to be kept busy.
+BATCH, BATCH_ON_CORES = 256, 64
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,12 @@ def features_of(
     poolings: Sequence[Pooling] | None = None,
     device: str = "auto",
     workers: int = 0,
+    keep_pixels: bool = True,
 ) -> Features:
-    """Deterministic, unmasked features of every readable image, in the source's order. Centre crop, no augmentation."""
+    """Deterministic, unmasked features of every readable image, in the source's order. Centre crop, no augmentation.
+
+    keep_pixels: decode the images into the pixel cache first, which pays when they are passed over again.
+    """
     pick_device(device)  # a mistake is told even when nothing has to be computed
     chosen = choose_layers(layers, count=len(encoder.widths))
     wanted: list[Key] = [(layer, pooling) for layer in chosen for pooling in usable_poolings(encoder, poolings)]
@@ -66,11 +71,11 @@ def features_of(
         folder.mkdir(parents=True, exist_ok=True)
         missing = [key for key in wanted if not (folder / file_name(key)).exists()]
         if missing:
-            compute(encoder, source, missing, folder, device=device, workers=workers)
+            compute(encoder, source, missing, folder, device=device, workers=workers, keep_pixels=keep_pixels)
     except PermissionError as error:
         warnings.warn(f"Features cannot be kept in {folder} ({error.strerror}); they are computed anew.", stacklevel=2)
         folder = Path(tempfile.mkdtemp(prefix="anechoic-features-"))
-        compute(encoder, source, wanted, folder, device=device, workers=workers)
+        compute(encoder, source, wanted, folder, device=device, workers=workers, keep_pixels=keep_pixels)
         return read(folder, wanted, mapped=False)
     return read(folder, wanted, mapped=True)
 
@@ -96,7 +101,14 @@ def read(folder: Path, wanted: Sequence[Key], *, mapped: bool) -> Features:
 
 
 def compute(
-    encoder: Encoder, source: Source, wanted: Sequence[Key], folder: Path, *, device: str, workers: int
+    encoder: Encoder,
+    source: Source,
+    wanted: Sequence[Key],
+    folder: Path,
+    *,
+    device: str,
+    workers: int,
+    keep_pixels: bool,
 ) -> None:
     """One pass over the source; files take their names only when they are complete."""
     layers = sorted({layer for layer, _ in wanted})
@@ -110,12 +122,12 @@ def compute(
             for key in wanted
         }
         ids: list[np.ndarray] = []
-        stream = batches(encoder, source, device=device, workers=workers, ids=ids)
+        stream = batches(encoder, source, device=device, workers=workers, ids=ids, keep_pixels=keep_pixels)
         done = 0
         for found in extract_batches(encoder.model, stream, layers=layers, poolings=poolings):
             for key, table in tables.items():
                 table[done : done + len(found[key])] = found[key].numpy(force=True)
-            done += len(ids[-1])
+            done += len(found[wanted[0]])
         if done == 0:
             raise UserError("None of the images could be read, so there are no features; check the data.")
         np.save(temporary / "ids.npy", np.concatenate(ids))
@@ -130,13 +142,24 @@ def compute(
 
 
 def batches(
-    encoder: Encoder, source: Source, *, device: str, workers: int = 0, ids: list[np.ndarray] | None = None
+    encoder: Encoder,
+    source: Source,
+    *,
+    device: str,
+    workers: int = 0,
+    ids: list[np.ndarray] | None = None,
+    keep_pixels: bool = True,
 ) -> Iterator[Tensor]:
     """Normalised images on the device, with the model there too; the ids of each batch are appended to `ids`."""
     where = pick_device(device)
     encoder.model.to(where)
     loader = Loader(
-        source, image_size=encoder.image_size, batch_size=BATCH, augment=Augment(kind="centre"), workers=workers
+        source,
+        image_size=encoder.image_size,
+        batch_size=BATCH_ON_CORES if where.type == "cpu" else BATCH,
+        augment=Augment(kind="centre"),
+        workers=workers,
+        build_cache=keep_pixels,
     )
     bar = tqdm(loader, total=loader.num_batches, desc=encoder.name, leave=False, disable=not sys.stderr.isatty())
     for batch in bar:

@@ -18,7 +18,7 @@ from anechoic.analysis import as_matrix, as_tensor
 from anechoic.errors import UserError
 
 MEMORY = 10
-# Logits of one chunk of samples, for all heads together: half a megabyte, which stays in a core's cache from the product
+# Logits of a chunk of samples for all heads together: half a megabyte, which stays in a core's cache from the product
 # that makes them to the product that reads them.
 CHUNK_LOGITS = 2**17
 # An iteration that is expected to lower the loss by less is not worth making.
