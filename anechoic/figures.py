@@ -234,3 +234,45 @@ def show(axis: Axes, picture: np.ndarray, *, title: str = "") -> None:
     axis.imshow(picture, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
     axis.set_title(title, fontsize=8)
     axis.set_axis_off()
+
+
+@styled
+def draw_estimates(
+    curves: Mapping[str, Mapping[str, Sequence[tuple[Any, float, float]]]],
+    path: str | Path,
+    *,
+    xlabel: str = "",
+    ylabel: str = "",
+    zero: bool = False,
+) -> list[Path]:
+    """panel -> line -> (x, mean, half-width of its interval). Words as x stand below each other; numbers span an axis."""
+    words = [
+        x for lines in curves.values() for points in lines.values() for x, _, _ in points[:1] if isinstance(x, str)
+    ]
+    longest = max((len(points) for lines in curves.values() for points in lines.values()), default=1)
+    height = 0.8 + 0.28 * longest if words else 2.8
+    figure, axes = panels(1, max(1, len(curves)), width=3.4, height=height)
+    for column, (axis, (measure, lines)) in enumerate(zip(axes[0], curves.items(), strict=False)):
+        for i, (name, points) in enumerate(lines.items()):
+            if not points:
+                continue
+            x, mean, half = zip(*points, strict=True)
+            if words:
+                places = range(len(x))
+                axis.errorbar(mean, places, xerr=half, color=SHADES[i], fmt="o", markersize=4, capsize=3)
+                axis.set_yticks(list(places), labels=list(x) if column == 0 else [""] * len(x))
+            else:
+                axis.errorbar(x, mean, yerr=half, **line_style(i), capsize=2, label=name)
+        if words:
+            axis.invert_yaxis()
+            if zero:
+                axis.axvline(0, color="black", linewidth=0.5)
+        else:
+            axis.set(xlabel=xlabel, ylabel=ylabel if column == 0 else "")
+            low, high = axis.get_ylim()
+            if low < 0 < high:
+                axis.axhline(0, color="black", linewidth=0.5)
+        axis.set_title(measure)
+    if not words:
+        legend_below(figure, axes[0, 0])
+    return save(figure, path)

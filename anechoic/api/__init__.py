@@ -26,6 +26,8 @@ VERBS = {
     "encode-latents": "generating",
     "export": "shipping",
     "import-weights": "shipping",
+    "sweep": "reproducing",
+    "reproduce": "reproducing",
     "bench": "measuring",
 }
 

@@ -12,7 +12,7 @@ import shutil
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from anechoic.config import Config, Count, Section, Share, Whole, from_json, from_mapping, to_json
 from anechoic.errors import UserError
@@ -49,6 +49,10 @@ class Judge(Section):
     """votes of the k-NN judge"""
     probe: bool = True
     """fit a logistic regression to the last layer's tokens"""
+    protocol: Literal["logistic", "in100", "mae"] = "logistic"
+    """how the probe is fitted: converged, as the paper does on ImageNet-100, or as MAE does on ImageNet-1K"""
+    pictures: bool = False
+    """keep a map of the features, colours of patches and reconstructions; for embedded data only"""
     probe_layers: tuple[int, ...] = ()
     """layers whose mean token is probed too"""
     checkpoints: bool = False
@@ -182,8 +186,7 @@ def finished(cell: Cell, path: Path) -> bool:
     """Whether the record at `path` is of exactly this cell."""
     if not path.exists():
         return False
-    record = read_json(path)
-    return {name: record.get(name) for name in cell.to_json()} == cell.to_json()
+    return cell_from_json(read_json(path)) == cell
 
 
 def clean(run_dir: Path) -> None:

@@ -5,6 +5,7 @@ Every number is per cent or a measure's own unit, per layer from the embedding (
 
 from __future__ import annotations
 
+import base64
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -79,6 +80,29 @@ class Judged:
         labels = (self.labelled.train_labels, self.labelled.test_labels)
         return 100 * logistic_probe(self.train[key], labels[0], self.test[key], labels[1], seed=seed).accuracy
 
+    def published_probe(self, key: Key, judge: Judge, encoder: Encoder, *, seed: int) -> float:
+        """As the paper (in100) or MAE (mae) fit it, instead of to convergence."""
+        from anechoic.evals.labelled import LabelledFeatures
+        from anechoic.evals.protocols import in100_rows, mae_rows
+
+        layer, pooling = key
+        if judge.protocol == "mae":
+            (row,) = mae_rows(
+                encoder,
+                self.labelled,
+                layers=(layer,),
+                poolings=(pooling,),
+                epochs=90,
+                batch_size=16_384,
+                device="auto",
+                seed=seed,
+            )
+        else:
+            labels = (self.labelled.train_labels, self.labelled.test_labels)
+            features = LabelledFeatures({key: self.train[key]}, labels[0], {key: self.test[key]}, labels[1])
+            (row,) = in100_rows(features, epochs=200, batch_size=1024, device="auto", seed=seed)
+        return 100 * row["accuracy"]
+
     def ranks(self, key: Key) -> dict[str, float]:
         part = self.test[key][:RANK_SAMPLES]
         rows, columns = effective_rank(part, centre="rows"), effective_rank(part, centre="columns")
@@ -107,7 +131,11 @@ def judge_encoder(run_dir: Path, judge: Judge, *, seed: int) -> dict[str, Any]:
         for kind in ("knn", "knn_standardised"):
             metrics[f"{kind}_{pooling}"] = metrics["layers"][pooling][kind][-1]
         if judge.probe:
-            metrics[f"probe_{pooling}"] = found.probe((last, pooling), seed=seed)
+            metrics[f"probe_{pooling}"] = (
+                found.probe((last, pooling), seed=seed)
+                if judge.protocol == "logistic"
+                else found.published_probe((last, pooling), judge, encoder, seed=seed)
+            )
     if judge.probe_layers:
         metrics["probe_layers"] = {
             str(layer): found.probe((layer, "mean"), seed=seed) for layer in judge.probe_layers if layer <= last
@@ -119,6 +147,44 @@ def judge_encoder(run_dir: Path, judge: Judge, *, seed: int) -> dict[str, Any]:
             judge_checkpoint(path, labelled, judge) for path in checkpoints(run_dir / "checkpoints")
         ]
     return metrics
+
+
+def keep_pictures(encoder: Encoder, found: Judged, *, seed: int) -> dict[str, Any]:
+    """A map of the tested images, colours of the first ones' patches, and their reconstructions, as packed arrays."""
+    from anechoic.analysis import eigenvector_colours, tsne
+    from anechoic.evals.analyses import reconstructions, to_pixels
+    from anechoic.evals.bank import batches
+    from anechoic.features import patch_maps
+
+    last: Key = (found.layers[-1], "mean")
+    images = next(batches(encoder, found.labelled.test, device="cpu"))[:8]
+    originals, hidden, predictions = reconstructions(encoder, images, seed=seed)
+    return {
+        "map": {
+            "points": np.asarray(tsne(found.test[last], seed=seed)).tolist(),
+            "labels": [int(label) for label in found.labelled.test_labels],
+            "names": list(found.labelled.classes or map(str, range(int(found.labelled.test_labels.max()) + 1))),
+        },
+        "colours": {
+            "images": packed(to_pixels(encoder, images)),
+            "colours": packed(eigenvector_colours(patch_maps(encoder.model, images)).numpy(force=True)),
+        },
+        "reconstructions": {
+            "images": packed(originals[:4]),
+            "hidden": packed(hidden[:4].astype(np.float32)),
+            "predictions": packed(predictions[:4]),
+        },
+    }
+
+
+def packed(values: np.ndarray) -> dict[str, Any]:
+    """Numbers in 0 .. 1 as bytes in base64, with their shape."""
+    data = (values.clip(0, 1) * 255).round().astype(np.uint8)
+    return {"shape": list(data.shape), "bytes": base64.b64encode(data.tobytes()).decode()}
+
+
+def unpacked(kept: dict[str, Any]) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(kept["bytes"]), np.uint8).reshape(kept["shape"]) / 255
 
 
 def judge_checkpoint(path: Path, labelled: Labelled, judge: Judge) -> dict[str, Any]:

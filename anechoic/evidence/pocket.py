@@ -443,6 +443,50 @@ REMEDY_GRID = Grid(
 )
 
 
+# ---- pictures: Figures 3, 4 and 6, on data that is embedded and may therefore be kept in a record
+
+
+def picture_variants() -> dict[str, Variant]:
+    shown = Judge(pictures=True, probe=False, fitted=1000, tested=600)
+    digits = replace(shown, train="digits:train", test="digits:test")
+    scenes = replace(shown, train="scenes:train:1000", test="scenes:test:600")
+    found = {}
+    for alpha in PAIR:
+        small: dict[str, Any] = {"source": "digits:train", "image_size": 8, "patch_size": 2, "channels": 1}
+        found[f"digits-alpha{alpha:g}"] = Variant(mae(alpha, **small), digits)
+        pixels: dict[str, Any] = {"source": "scenes:train", "patch_size": 4, "norm_pix": False, "samples": MAP_SAMPLES}
+        found[f"scenes-alpha{alpha:g}"] = Variant(mae(alpha, **pixels), scenes)
+    return found
+
+
+def pictured(name: str, title: str, claim: str, data: str) -> Grid:
+    return Grid(
+        name=name,
+        title=title,
+        claim=claim,
+        group="pictures",
+        rows=[Row(f"alpha_min {alpha:g}", f"{data}-alpha{alpha:g}") for alpha in PAIR],
+        metrics={"knn_mean": "k-NN, mean token", "entropy": "rank (entropy)"},
+        baseline=f"{data}-alpha1",
+        kind="pictures",
+    )
+
+
+FIG3 = pictured(
+    "fig3", "Figure 3: t-SNE of the last layer", "With decay the classes lie apart on a map of the features.", "digits"
+)
+FIG4 = pictured(
+    "fig4",
+    "Figure 4: patches coloured by their features",
+    "With decay patches of one object share a colour; unsupervised segmentation of COCO improves from 4.10 to 10.41.",
+    "scenes",
+)
+FIG6 = pictured(
+    "fig6", "Figure 6: reconstructions", "Decay does not harm the reconstruction of hidden patches.", "scenes"
+)
+SHOWN = {"fig3": "map", "fig4": "colours", "fig6": "reconstructions"}
+
+
 # ---- everything by name
 
 GROUPS: dict[str, Callable[[], dict[str, Variant]]] = {
@@ -453,6 +497,7 @@ GROUPS: dict[str, Callable[[], dict[str, Variant]]] = {
     "axes": axes_variants,
     "length": length_variants,
     "remedies": remedy_variants,
+    "pictures": picture_variants,
 }
 GRIDS = {
     grid.name: grid
@@ -463,7 +508,10 @@ GRIDS = {
         TABLE3B,
         TABLE4,
         TABLE4_CIFAR,
+        FIG3,
+        FIG4,
         FIG5,
+        FIG6,
         FIG7,
         STABILITY,
         LENGTH,

@@ -102,8 +102,18 @@ def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
 # ---- running them
 
 
-def sweep(cells: Sequence[Cell], folders: Folders, *, jobs: int | None = None, out: TextIO | None = None) -> Progress:
-    """Run every cell that has no record yet. SIGTERM and Ctrl-C let each running cell save itself, then end."""
+def sweep(
+    cells: Sequence[Cell],
+    folders: Folders,
+    *,
+    jobs: int | None = None,
+    out: TextIO | None = None,
+    pinned: bool = True,
+) -> Progress:
+    """Run every cell that has no record yet. SIGTERM and Ctrl-C let each running cell save itself, then end.
+
+    pinned: a core and a thread for each; otherwise a cell may use every core and accelerator.
+    """
     names = [cell.name for cell in cells]
     if len(set(names)) < len(names):
         raise UserError("Two cells of this sweep have the same name: vary something that tells them apart.")
@@ -122,7 +132,7 @@ def sweep(cells: Sequence[Cell], folders: Folders, *, jobs: int | None = None, o
             free = [core for core in cores if core not in {job.core for job in running}]
             for core in free:
                 if waiting:
-                    running.append(start(waiting.pop(0), folders, core))
+                    running.append(start(waiting.pop(0), folders, core, pinned=pinned))
             table.draw(running)
             time.sleep(POLL)
     table.draw(running, last=True)
@@ -135,19 +145,19 @@ def available_cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def start(cell: Cell, folders: Folders, core: int) -> Job:
+def start(cell: Cell, folders: Folders, core: int, *, pinned: bool) -> Job:
     """A process for one cell, pinned to a core where the system can."""
     run_dir = folders.run(cell)
     run_dir.mkdir(parents=True, exist_ok=True)
     description = run_dir / "cell.json"
     write_json(description, cell.to_json())
     arguments = [str(path) for path in (description, run_dir / "run", folders.record(cell), folders.data)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    environment = {**os.environ, **({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if pinned else {})}
     with open(run_dir / "log.txt", "a") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "anechoic.evidence.cell", *arguments], stdout=log, stderr=log, env=environment
         )
-    if hasattr(os, "sched_setaffinity"):
+    if pinned and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(process.pid, {core})
     return Job(cell, process, core, time.perf_counter())
 

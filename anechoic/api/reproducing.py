@@ -1,0 +1,288 @@
+"""The verbs that gather evidence: sweep a recipe over settings and seeds, reproduce the paper's tables and figures."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from anechoic.errors import UserError
+from anechoic.outcome import Outcome
+
+if TYPE_CHECKING:
+    from anechoic.evidence.cell import Cell
+    from anechoic.evidence.sweep import Folders, Progress
+
+Varied = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
+
+
+def sweep(
+    recipe: str,
+    /,
+    *,
+    vary: Varied = (),
+    seeds: int = 1,
+    train: str = "",
+    test: str = "",
+    out: Path = Path("runs/sweep"),
+    data: Path | None = None,
+    jobs: int | None = None,
+    dry_run: bool = False,
+) -> Outcome:
+    """Train a recipe for every combination of settings and seeds, a core each, and judge what it learned.
+
+    The same command goes on where it was stopped: finished cells are skipped, failed ones tried again.
+
+    Example: anechoic sweep pocket_mae_digits --vary shortcut.alpha_min 0.6 1.0 --seeds 3 --train digits:train --test
+        digits:test --out runs/alpha
+
+    Args:
+        recipe: a name that `anechoic recipes` lists.
+        vary: a setting and its values, such as shortcut.alpha_min 0.5 0.6 or model.options.depth 4 8; may be repeated.
+        seeds: how many seeds, counted from 0.
+        train: labelled images to judge by; without them only the training itself is recorded.
+        test: labelled images to classify.
+        out: a record for each cell is written to out/records, its run to out/runs.
+        data: folder that relative names of data start from; default the environment variable ANECHOIC_DATA, or here.
+        jobs: processes at once; default one for each core.
+        dry_run: list the cells with their estimated time and stop.
+    """
+    from dataclasses import replace
+
+    from anechoic.evidence.cell import Judge
+    from anechoic.evidence.sweep import Folders
+    from anechoic.evidence.sweep import vary as combinations
+    from anechoic.recipes import recipe as recipe_by_name
+
+    check_counts(seeds, jobs)
+    grid = {}
+    for name, *values in vary:
+        if not values:
+            raise UserError(f"--vary {name} has no values: give the setting and then its values.")
+        grid[name] = [parsed(value) for value in values]
+    base = replace(recipe_by_name(recipe), threads=1, devices=1)
+    if base.optim.samples is None:
+        base = with_samples(base, data_root(data))
+    cells = combinations(base, grid, seeds=range(seeds), judge=Judge(train, test))
+    folders = Folders(out / "records", out / "runs", data_root(data))
+    if dry_run:
+        return planned(cells, folders)
+    progress = run(cells, folders, jobs)
+    text = summary(cells, folders)
+    return Outcome(
+        config={"recipe": recipe, "vary": grid, "seeds": seeds, "out": str(out)},
+        metrics={"records": [str(folders.record(cell)) for cell in cells], **counted(progress)},
+        text=text + failures(progress),
+    )
+
+
+def reproduce(
+    what: str = "all",
+    /,
+    *,
+    scale: Literal["pocket", "full"] = "pocket",
+    data: Path | None = None,
+    results: Path = Path("results/evidence"),
+    runs: Path = Path("runs/evidence"),
+    seeds: int = 3,
+    jobs: int | None = None,
+    dry_run: bool = False,
+    report: Path | None = None,
+    verify: Path | None = None,
+) -> Outcome:
+    """Run the paper's tables and figures, at pocket scale on a laptop or at full scale, and compare with its numbers.
+
+    Finished cells are skipped, so the same command goes on where it was stopped.
+
+    Example: anechoic reproduce table2 --scale pocket --data images --dry-run
+
+    Args:
+        what: table1, table2, table3a, table3b, table4, fig3 to fig7, all, or a page of the map (stability, length,
+            axes, remedies).
+        scale: pocket takes minutes to hours on two cores; full is the paper's own setting, for accelerators.
+        data: folder with cifar100/train.parquet and so on; default the environment variable ANECHOIC_DATA, or here.
+        results: where the records are, one JSON file for each cell.
+        runs: where the runs are trained; may be deleted afterwards.
+        seeds: how many seeds, counted from 0.
+        jobs: processes at once; default one for each core (full scale: one, which uses every accelerator).
+        dry_run: list the runs with their estimated time and stop.
+        report: write the pages and pictures of what has records into this folder, and run nothing.
+        verify: run the cell of this record again and compare every number.
+    """
+    from anechoic.evidence import catalogue
+
+    if verify is not None:
+        return verified(verify, runs, data_root(data))
+    check_counts(seeds, jobs)
+    grids = catalogue.choose(what, scale)
+    root = results if scale == "pocket" else results / "full"
+    if report is not None:
+        from anechoic.evidence.report import write_index, write_page
+
+        pages = [write_page(grid, root, report, command=f"anechoic reproduce {grid.name}") for grid in grids]
+        if what == "all":
+            pages.append(write_index(grids, root, report))
+        return Outcome(
+            config={"what": what, "scale": scale},
+            metrics={"pages": [str(page) for page in pages]},
+            text="\n".join(map(str, pages)),
+        )
+    return reproduced(grids, scale, root, runs, data_root(data), seeds, jobs, dry_run)
+
+
+def reproduced(
+    grids: Sequence[Any], scale: str, results: Path, runs: Path, root: Path, seeds: int, jobs: int | None, dry: bool
+) -> Outcome:
+    """Each grid in turn: its missing cells, then its table."""
+    from anechoic.evidence import catalogue
+    from anechoic.evidence.reading import Records
+    from anechoic.evidence.report import difference_table, measured_table
+    from anechoic.evidence.sweep import Folders
+
+    texts: list[str] = []
+    metrics: dict[str, Any] = {}
+    for grid in grids:
+        cells = grid.cells(catalogue.variants(grid, scale), range(seeds))
+        folders = Folders(results / grid.group, runs / grid.group, root)
+        if dry:
+            found = planned(cells, folders, accelerator=scale == "full")
+            texts.append(f"{grid.title}\n{found.text}")
+            metrics[grid.name] = found.metrics
+            continue
+        progress = run(cells, folders, 1 if scale == "full" and jobs is None else jobs, pinned=scale == "pocket")
+        records = Records(folders.records)
+        table = [*measured_table(grid, records), "", *difference_table(grid, records)]
+        texts.append("\n".join([grid.title, *table]) + failures(progress))
+        metrics[grid.name] = counted(progress)
+    config = {"what": [grid.name for grid in grids], "scale": scale, "seeds": seeds}
+    return Outcome(config=config, metrics=metrics, text="\n\n".join(texts))
+
+
+def verified(path: Path, runs: Path, root: Path) -> Outcome:
+    """The record's cell trained and judged anew; every number beside the recorded one."""
+    import tempfile
+
+    from anechoic.evidence.cell import cell_from_json, run_cell
+    from anechoic.evidence.verify import compare, verdict_text
+    from anechoic.run import read_json
+
+    record = read_json(path)
+    cell = cell_from_json(record)
+    runs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=runs, prefix="verify-") as folder:
+        again = run_cell(cell, Path(folder) / "run", root=root)
+    found = compare(record, again)
+    if not found.within_tolerance:
+        raise UserError(f"{path} could not be repeated: {verdict_text(record, again, found)}")
+    return Outcome(
+        config={"verify": str(path)},
+        metrics={"identical": found.identical, "compared": found.compared, "largest_difference": found.largest},
+        seed=cell.config.seed,
+        seconds=again["seconds"],
+        text=f"{path}: {verdict_text(record, again, found)}",
+    )
+
+
+# ---- what they share
+
+
+def data_root(data: Path | None) -> Path:
+    return data or Path(os.environ.get("ANECHOIC_DATA", "."))
+
+
+def check_counts(seeds: int, jobs: int | None) -> None:
+    if seeds < 1 or (jobs is not None and jobs < 1):
+        raise UserError("There must be at least one seed and one job: give --seeds and --jobs of 1 or more.")
+
+
+def parsed(word: str) -> Any:
+    """A value from the command line: JSON where it is JSON, else text."""
+    try:
+        return json.loads(word)
+    except json.JSONDecodeError:
+        return word
+
+
+def with_samples(config: Any, root: Path) -> Any:
+    """The budget in samples, which an estimate of time needs, where the recipe gives epochs."""
+    from dataclasses import replace
+
+    from anechoic.config import budget, default_holdout
+    from anechoic.data import open_source
+    from anechoic.evidence.cell import located
+
+    size = len(open_source(located(config.data.source, root), channels=config.data.channels))
+    held = default_holdout(size) if config.data.holdout is None else config.data.holdout
+    return replace(config, optim=replace(config.optim, epochs=None, samples=budget(config.optim, size - held)))
+
+
+def planned(cells: Sequence[Cell], folders: Folders, *, accelerator: bool = False) -> Outcome:
+    """The cells with their estimated time, and which are done."""
+    from anechoic.evidence.cell import finished
+    from anechoic.evidence.report import line
+    from anechoic.evidence.sweep import available_cores, duration, estimates, training_flops
+
+    seconds = estimates(cells, folders) if not accelerator else {}
+    rows, left = [], 0.0
+    for cell in cells:
+        done = finished(cell, folders.record(cell))
+        if accelerator:
+            cost = f"{training_flops(cell.config) / 1e18:,.2f} exaFLOP"
+        else:
+            cost = duration(seconds[cell.name])
+            left += 0.0 if done else seconds[cell.name]
+        rows.append(line([cell.name, f"{cell.config.optim.samples or 0:,}", cost, "done" if done else "to run"]))
+    head = [line(["run", "samples", "exaFLOP" if accelerator else "one core", "state"]), line(["---"] * 4)]
+    cores = len(available_cores())
+    total = "" if accelerator else f"\nAbout {duration(left / cores)} on {cores} cores for what is to run."
+    metrics = {"cells": [cell.name for cell in cells], "seconds": seconds}
+    return Outcome(config={}, metrics=metrics, text="\n".join([*head, *rows]) + total)
+
+
+def run(cells: Sequence[Cell], folders: Folders, jobs: int | None, *, pinned: bool = True) -> Progress:
+    from anechoic.evidence.sweep import sweep as run_sweep
+
+    for source in sorted({cell.config.data.source for cell in cells}):
+        check_source(source, folders.data)
+    return run_sweep(cells, folders, jobs=jobs, pinned=pinned)
+
+
+def check_source(source: str, root: Path) -> None:
+    """One sentence before anything is started, instead of one failure for each cell."""
+    from anechoic.evidence.cell import EMBEDDED
+
+    if source and not source.startswith(EMBEDDED) and not (root / source).exists():
+        raise UserError(
+            f"There is no {source} in {root}: name the folder that has it with --data, or set ANECHOIC_DATA."
+        )
+
+
+def summary(cells: Sequence[Cell], folders: Folders) -> str:
+    """One line per variant: the mean over seeds of every plain number, with its interval."""
+    from anechoic.evidence.reading import Records
+    from anechoic.evidence.report import line
+
+    records = Records(folders.records)
+    variants = list(dict.fromkeys(cell.variant for cell in cells))
+    known = [metrics for variant in variants for metrics in records.metrics(variant).values()]
+    keys = [key for key, value in (known[0] if known else {}).items() if isinstance(value, float)]
+    if not keys:
+        keys = ["training.-1.held_out_loss"]
+    head = [line(["variant", *(key.rpartition(".")[2] for key in keys), "seeds"]), line(["---"] * (len(keys) + 2))]
+    rows = [
+        line([variant, *(str(records.mean(variant, key)) for key in keys), str(records.count(variant))])
+        for variant in variants
+    ]
+    return "\n".join([*head, *rows])
+
+
+def counted(progress: Progress) -> Mapping[str, Any]:
+    return {"done": progress.done, "skipped": progress.skipped, "failed": progress.failed}
+
+
+def failures(progress: Progress) -> str:
+    return "".join(f"\nFailed: {name}: {words}" for name, words in progress.failed.items())
