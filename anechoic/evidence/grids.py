@@ -46,7 +46,14 @@ class Grid:
     """the variant that every other row is compared with"""
     kind: str = "table"
     """how its page draws it"""
+    twins: Sequence[str] = ()
+    """variants that have no row of their own but that rows are compared with"""
+
+    def needed(self) -> list[str]:
+        """Every variant that its page is made of, once."""
+        return list(dict.fromkeys([self.baseline, *(row.variant for row in self.rows), *self.twins]))
 
     def cells(self, variants: Mapping[str, Variant], seeds: Sequence[int]) -> list[Cell]:
-        names = list(dict.fromkeys([self.baseline, *(row.variant for row in self.rows)]))
-        return [cell for name in names for cell in seeded(name, variants[name].config, variants[name].judge, seeds)]
+        return [
+            cell for name in self.needed() for cell in seeded(name, variants[name].config, variants[name].judge, seeds)
+        ]

@@ -146,6 +146,8 @@ def judge_encoder(run_dir: Path, judge: Judge, *, seed: int) -> dict[str, Any]:
         metrics["over_time"] = [
             judge_checkpoint(path, labelled, judge) for path in checkpoints(run_dir / "checkpoints")
         ]
+    if judge.pictures:
+        metrics["pictures"] = keep_pictures(encoder, found, seed=seed)
     return metrics
 
 

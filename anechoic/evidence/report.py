@@ -45,7 +45,7 @@ def write_index(grids: Sequence[Grid], results: Path, out: Path) -> Path:
     lines = ["# Evidence", "", INTRODUCTION, "", "| page | cells with a record | processor time |", "|---|---|---|"]
     for grid in grids:
         records = Records(results / grid.group)
-        shown = variants_of(grid)
+        shown = grid.needed()
         count = sum(records.count(name) for name in shown)
         seconds = sum(
             record["processor_seconds"] for name in shown for record in records.by_variant.get(name, {}).values()
@@ -63,10 +63,6 @@ INTRODUCTION = (
     "Accuracies are per cent; ± is the half-width of a 95 % interval (Student's t over seeds); differences are formed "
     "seed by seed. What the protocol is, and why it is so small, is said in [the protocol](../protocol.md)."
 )
-
-
-def variants_of(grid: Grid) -> list[str]:
-    return list(dict.fromkeys([grid.baseline, *(row.variant for row in grid.rows)]))
 
 
 # ---- the usual table
@@ -376,7 +372,7 @@ BODIES = {
 
 
 def provenance(grid: Grid, records: Records, command: str) -> list[str]:
-    shown = [r for name in variants_of(grid) for r in records.by_variant.get(name, {}).values()]
+    shown = [r for name in grid.needed() for r in records.by_variant.get(name, {}).values()]
     if not shown:
         return [f"No cell of this page has a record yet. Run `{command}`."]
     minutes = sum(record["processor_seconds"] for record in shown) / 60
