@@ -127,6 +127,8 @@ class ShortcutConfig(Section):
     """how alpha falls from 1 to alpha_min over the branches"""
     form: Literal["identity", "branch", "both", "attention", "mlp", "learnable", "plain"] = "identity"
     """what is scaled where two branches meet; identity is the method, the others its ablations"""
+    fade_in: Share = 0.0
+    """share of the training over which alpha falls from 1 to its value; 0 has it there from the start"""
 
 
 @dataclass(frozen=True)

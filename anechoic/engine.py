@@ -28,6 +28,7 @@ from anechoic.distributed import (
     InterruptedRun,
     Place,
     accelerators,
+    average_gradients,
     from_first,
     join,
     launch,
@@ -44,6 +45,7 @@ from anechoic.outcome import Outcome
 from anechoic.process import Stop, catch_signals, reproducible
 from anechoic.progress import Progress
 from anechoic.run import Run, read_json, read_metrics
+from anechoic.shortcut import FadeIn
 from anechoic.watch import Samples, make_watcher, split_indices
 
 log = logging.getLogger("anechoic")
@@ -102,6 +104,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
             schedule=optim.schedule,
             min_lr=optim.min_lr,
         )
+        fade_in = FadeIn.of(model, share=config.shortcut.fade_in) if config.shortcut.fade_in else None
         average = AveragedWeights(model, decay=optim.ema) if optim.ema else None
         card = checkpoint.model_card(model, preprocess(config))
 
@@ -163,6 +166,8 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
 
         while True:
             done = seen >= optim.samples
+            if fade_in is not None:
+                fade_in.set(seen / optim.samples)
 
             # What is due at this point was done before if a checkpoint of this point was loaded.
             if not resumed and run is not None:
@@ -218,6 +223,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
                     (losses["loss"] / len(parts)).backward()
                 for name, value in losses.items():
                     step[name] = step.get(name, 0) + value.detach() / (len(parts) * place.world_size)
+            average_gradients(trained)
             step["gradient_norm"] = gradient_norm(model.parameters(), clip=optim.clip) / place.world_size
             values = agree(place, step, stop)
             if not all(math.isfinite(value) for value in values.values()):

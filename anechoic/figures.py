@@ -245,7 +245,7 @@ def draw_estimates(
     ylabel: str = "",
     zero: bool = False,
 ) -> list[Path]:
-    """panel -> line -> (x, mean, half-width of its interval). Words as x stand below each other; numbers span an axis."""
+    """panel -> line -> (x, mean, half-width of its interval). Words as x are listed; numbers span an axis."""
     words = [
         x for lines in curves.values() for points in lines.values() for x, _, _ in points[:1] if isinstance(x, str)
     ]

@@ -144,6 +144,30 @@ class Shortcut(nn.Module):
         return f"{self.kind}, alpha={alpha:.4f}" + (f", beta={beta:.4f}" if beta != 1 else "")
 
 
+class FadeIn:
+    """Lets every alpha fall from 1 to its own value over the first part of training, a little at each update.
+
+    A function of progress alone, so that a run that goes on fades as if it had not been stopped. (Not in the paper.)
+    """
+
+    def __init__(self, shortcuts: Iterable[Shortcut], *, share: float) -> None:
+        """share: of the whole training, after which the alphas stay where the architecture puts them."""
+        self.ends = [(shortcut, shortcut.factors[0]) for shortcut in shortcuts]
+        self.share = share
+        if any(shortcut.learnable for shortcut, _ in self.ends):
+            raise UserError("A learnable alpha finds its own way: leave shortcut.fade_in at 0 with the form learnable.")
+
+    @classmethod
+    def of(cls, model: nn.Module, *, share: float) -> FadeIn:
+        return cls((module for module in model.modules() if isinstance(module, Shortcut)), share=share)
+
+    def set(self, progress: float) -> None:
+        """progress: share of the training that is done."""
+        part = min(1.0, progress / self.share)
+        for shortcut, end in self.ends:
+            shortcut.alpha = end if part == 1 else 1 + (end - 1) * part
+
+
 Form = Literal["identity", "branch", "both", "attention", "mlp", "learnable", "plain"]
 FORMS: dict[str, str] = {
     "identity": "alpha_k x + f(x): the method",

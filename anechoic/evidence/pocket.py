@@ -54,18 +54,27 @@ def mae(
     source: str = TRAIN,
     form: str = "identity",
     schedule: str = "linear",
+    fade_in: float = 0.0,
     constant_lr: bool = False,
     checkpoints: int = 0,
     image_size: int = 32,
     channels: int = 3,
+    flip: bool | None = None,
     **options: Any,
 ) -> Config:
     """A pocket autoencoder; checkpoints: how many are kept along the way."""
     samples = samples // batch * batch
     return Config(
-        data=DataConfig(source, image_size=image_size, channels=channels, flip=channels == 3, holdout=256, workers=0),
+        data=DataConfig(
+            source,
+            image_size=image_size,
+            channels=channels,
+            flip=channels == 3 if flip is None else flip,
+            holdout=256,
+            workers=0,
+        ),
         model=ModelConfig("mae_tiny_patch4", {**MODEL, **options}),
-        shortcut=ShortcutConfig(alpha_min=alpha_min, form=form, schedule=schedule),  # type: ignore[arg-type]
+        shortcut=ShortcutConfig(alpha_min=alpha_min, form=form, schedule=schedule, fade_in=fade_in),  # type: ignore[arg-type]
         optim=OptimConfig(batch_size=batch, samples=samples, lr=lr, schedule="constant" if constant_lr else "cosine"),
         watch=WatchConfig(every=max(samples // 5, batch), report=max(samples // 40, batch)),
         save=SaveConfig(
@@ -346,6 +355,7 @@ AXES: dict[str, tuple[str, dict[str, Any]]] = {
     "lr3e-3": ("learning rate 3e-3", {"lr": 3e-3}),
     "batch32": ("batch 32, half the learning rate", {"batch": 32, "lr": 5e-4}),
     "oneskip": ("one skip, from the last block", {"decoder_depth": 1}),
+    "grey": ("in grey", {"channels": 1, "flip": True}),
     "scenes": ("procedural scenes", {"source": "scenes:train"}),
     "digits": ("digits", {"source": "digits:train", "image_size": 8, "patch_size": 2, "channels": 1}),
 }
@@ -385,6 +395,7 @@ AXES_GRID = Grid(
     metrics=PROBES,
     baseline="base-alpha1",
     kind="axes",
+    twins=[f"{name}-alpha1" for name in AXES],
 )
 
 
@@ -418,6 +429,7 @@ REMEDIES: dict[str, tuple[str, dict[str, Any]]] = {
     "learnable": ("learnable alpha, starting at the schedule", {"alpha_min": 0.6, "form": "learnable"}),
     "attention": ("attention branches only", {"alpha_min": 0.6, "form": "attention"}),
     "mlp": ("MLP branches only", {"alpha_min": 0.6, "form": "mlp"}),
+    "fade-in": ("alpha falls from 1 over half of the training", {"alpha_min": 0.6, "fade_in": 0.5}),
     "lr3e-3": ("three times the learning rate", {"alpha_min": 0.6, "lr": 3e-3}),
 }
 
