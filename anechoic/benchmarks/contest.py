@@ -47,6 +47,7 @@ class Contestant:
             mine, theirs = context.Pipe()
             process = context.Process(target=serve, args=(theirs, entry, rank, port))
             process.start()
+            theirs.close()  # else the end of a process that died would never be noticed
             self.pipes.append(mine)
             self.processes.append(process)
         self.gather()
@@ -98,6 +99,7 @@ def serve(pipe: Connection, entry: Entry, rank: int, port: int) -> None:
     torch.set_num_threads(entry.threads)
     if entry.processes > 1:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(entry.processes)}
+        os.environ["LOCAL_WORLD_SIZE"] = str(entry.processes)
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     try:
         with join() as place:
