@@ -143,20 +143,26 @@ def line(cells: Sequence[str]) -> str:
 
 def dynamics_body(grid: Grid, records: Records, out: Path) -> list[str]:
     """Rank and accuracy at the kept checkpoints, and how they go together across alpha_min."""
-    curves: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
-    for key, title in (("entropy_mean", "rank (entropy), mean token"), ("knn_mean", "k-NN, mean token (%)")):
-        curves[title] = {row.label: over_time(records, row.variant, key) for row in grid.rows}
+    ranks, accuracies = (
+        {row.label: over_time(records, row.variant, key) for row in grid.rows} for key in ("entropy_mean", "knn_mean")
+    )
+    curves = {
+        title: {label: [(float(seen), e.mean, e.half or 0.0) for seen, e in points.items()] for label, points in lines}
+        for title, lines in (
+            ("rank (entropy), mean token", ranks.items()),
+            ("k-NN, mean token (%)", accuracies.items()),
+        )
+    }
     figures.draw_estimates(curves, out / grid.name, xlabel="samples seen")
-    seen = [int(x) for x, _, _ in next(iter(next(iter(curves.values())).values()), [])]
     lines = [line(["samples seen", *(row.label for row in grid.rows), "r (rank, k-NN)"])]
     lines.append(line(["---"] * (len(grid.rows) + 2)))
-    ranks, accuracies = curves.values()
-    for i, count in enumerate(seen):
-        pairs = [(ranks[row.label][i], accuracies[row.label][i]) for row in grid.rows if len(ranks[row.label]) > i]
-        found = pearson([rank for (_, rank, _), _ in pairs], [value for _, (_, value, _) in pairs])
-        cells = [f"{rank:.2f} ± {half:.2f}; {value:.2f}" for (_, rank, half), (_, value, _) in pairs]
-        low, high = (f"{x:.2f}" if not math.isnan(x) else "?" for x in (found.low, found.high))
-        lines.append(line([f"{count:,}", *cells, f"{found.r:+.2f} ({low} to {high})"]))
+    for seen in sorted({seen for points in ranks.values() for seen in points}):
+        pairs = {label: (ranks[label][seen], accuracies[label][seen]) for label in ranks if seen in ranks[label]}
+        cells = [
+            f"{pairs[row.label][0]}; {pairs[row.label][1].mean:.2f}" if row.label in pairs else "not run"
+            for row in grid.rows
+        ]
+        lines.append(line([f"{seen:,}", *cells, correlation([(a.mean, b.mean) for a, b in pairs.values()])]))
     note = (
         "Each entry: effective rank (entropy, row-centred) with its interval; k-NN accuracy. r: Pearson's, across rows."
     )
@@ -173,16 +179,24 @@ def dynamics_body(grid: Grid, records: Records, out: Path) -> list[str]:
     ]
 
 
-def over_time(records: Records, variant: str, key: str) -> list[tuple[float, float, float]]:
-    """(seen, mean, half) at every checkpoint that all seeds have."""
-    tables = [metrics["over_time"] for metrics in records.metrics(variant).values() if "over_time" in metrics]
-    common = sorted(set.intersection(*({row["seen"] for row in table} for table in tables))) if tables else []
-    found = []
-    for seen in common:
-        values = [next(row[key] for row in table if row["seen"] == seen) for table in tables]
-        mean = estimate(values)
-        found.append((float(seen), mean.mean, mean.half or 0.0))
-    return found
+def correlation(pairs: Sequence[tuple[float, float]]) -> str:
+    """Pearson's coefficient with its interval; two points always lie on a line, so they say nothing."""
+    if len(pairs) < 3:
+        return "too few rows"
+    found = pearson([x for x, _ in pairs], [y for _, y in pairs])
+    low, high = (f"{x:.2f}" if not math.isnan(x) else "?" for x in (found.low, found.high))
+    return f"{found.r:+.2f} ({low} to {high})"
+
+
+def over_time(records: Records, variant: str, key: str) -> dict[int, Estimate]:
+    """samples seen -> estimate, at every checkpoint that all seeds have"""
+    tables = [
+        {row["seen"]: row[key] for row in metrics["over_time"]}
+        for metrics in records.metrics(variant).values()
+        if "over_time" in metrics
+    ]
+    common = sorted(set.intersection(*map(set, tables))) if tables else []
+    return {seen: estimate(table[seen] for table in tables) for seen in common}
 
 
 def layers_body(grid: Grid, records: Records, out: Path) -> list[str]:
@@ -289,6 +303,8 @@ def paired_over_time(
 def onset_words(seen: Sequence[int], per_seed: Sequence[Sequence[float]], found: Sequence[Estimate]) -> str:
     if all(e.sign > 0 for e in found):
         return "decay is ahead at every length measured."
+    if all(e.mean >= 0 for e in found):
+        return "decay is ahead on average at every length measured, but not beyond the spread of seeds everywhere."
     turned = crossover([float(x) for x in seen], [e.mean for e in found])
     if turned is not None:
         return f"the mean difference turns positive at about {turned:,.0f} samples."
@@ -340,7 +356,8 @@ def pictures_body(grid: Grid, records: Records, out: Path) -> list[str]:
     """The first seed's pictures, as the record keeps them."""
     lines = [*measured_table(grid, records), ""]
     for row in grid.rows:
-        for seed, metrics in sorted(records.metrics(row.variant).items())[:1]:
+        kept = {seed: metrics for seed, metrics in records.metrics(row.variant).items() if "pictures" in metrics}
+        for seed, metrics in sorted(kept.items())[:1]:
             path = draw_kept(metrics["pictures"], SHOWN[grid.name], out / f"{grid.name}-{row.variant}", row.label)
             lines += [f"![{row.label}, seed {seed}]({path.name})", ""]
     return lines
