@@ -28,7 +28,6 @@ from anechoic.distributed import (
     InterruptedRun,
     Place,
     accelerators,
-    average_gradients,
     from_first,
     join,
     launch,
@@ -223,7 +222,6 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
                     (losses["loss"] / len(parts)).backward()
                 for name, value in losses.items():
                     step[name] = step.get(name, 0) + value.detach() / (len(parts) * place.world_size)
-            average_gradients(trained)
             step["gradient_norm"] = gradient_norm(model.parameters(), clip=optim.clip) / place.world_size
             values = agree(place, step, stop)
             if not all(math.isfinite(value) for value in values.values()):
