@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
@@ -70,14 +71,18 @@ class NetworkDenoiser:
     def __call__(self, x: Tensor, t: Tensor) -> Tensor:
         self.evaluations += 1
         self.tick()
-        time = self.process.network_time(t).to(device=x.device, dtype=torch.float32).expand(len(x))
+        time = self.process.network_time(t).to(device=x.device, dtype=torch.float32)
         if self.guidance is None or self.guidance.is_none:
-            return self.model(x, time, self.labels)
+            return self.model(x, time.expand(len(x)), self.labels)
+        both = self.model(torch.cat([x, x]), time.expand(2 * len(x)), self.doubled_labels)
+        return self.guidance.combine(*both.chunk(2))
+
+    @cached_property
+    def doubled_labels(self) -> Tensor:
+        """The labels, then as many null labels."""
         assert self.labels is not None
         assert self.null is not None
-        labels = torch.cat([self.labels, torch.full_like(self.labels, self.null)])
-        both = self.model(torch.cat([x, x]), torch.cat([time, time]), labels)
-        return self.guidance.combine(*both.chunk(2))
+        return torch.cat([self.labels, torch.full_like(self.labels, self.null)])
 
 
 # ---- stochastic, variance preserving --------------------------------------------------------------------------------
@@ -140,54 +145,75 @@ def time_layout(process: Process, evaluations: int, *, order: int, end: float) -
     return steps
 
 
-def solver_step(denoise: Denoiser, x: Tensor, nodes: Tensor, *, process: NoisePredicting, form: Form) -> Tensor:
-    """One single-step update of order len(nodes) - 1 (1 to 3) from nodes[0] to nodes[-1].
+@dataclass(frozen=True)
+class SolverStep:
+    """One single-step update of order len(times) - 1 (1 to 3), as numbers: all that does not depend on the sample.
 
     The noise form integrates x / alpha with the predicted noise m, the data form x / sigma with the predicted data m;
-    with g = h (noise) or -h (data) from lambda at nodes[0], carried and scale swapped between alpha and sigma, and
-    D = m_inner - m_0, both are
+    with g = h (noise) or -h (data) from lambda at the first node, carried and scale swapped between alpha and sigma,
+    and D = m_inner - m_0, both are
 
         x_i = carried_i / carried_0 * x - scale_i * (expm1(g_i) m_0 + correction),
 
     correction at an inner or last node of order 3:  (expm1(g) / g - 1) * g_ratio * D,
     correction at the end of order 2:                expm1(g) / (2 r) * D.
+
+    times, alphas, sigmas, and carried (the ratio above), scale and growth (expm1(g)): a value for each node.
+    corrections: the factor of D at nodes 2 and 3.
     """
-    alphas, sigmas = process.coefficients(nodes)
-    carried, scale = (alphas, sigmas) if form == "noise" else (sigmas, alphas)
-    half_log_snr = process.half_log_snr(nodes)
-    g = (half_log_snr - half_log_snr[0]) * (1 if form == "noise" else -1)
 
-    def evaluate(x_i: Tensor, i: int) -> Tensor:
-        data, noise = process.estimates(x_i, nodes[i], denoise(x_i, nodes[i]))
-        return noise if form == "noise" else data
+    form: Form
+    times: tuple[Tensor, ...]
+    alphas: tuple[float, ...]
+    sigmas: tuple[float, ...]
+    carried: tuple[float, ...]
+    scale: tuple[float, ...]
+    growth: tuple[float, ...]
+    corrections: dict[int, float]
 
-    def advance(i: int, correction: Tensor | float = 0.0) -> Tensor:
-        return carried[i] / carried[0] * x - scale[i] * (torch.expm1(g[i]) * first + correction)
+    @classmethod
+    def between(cls, nodes: Tensor, *, process: NoisePredicting, form: Form) -> SolverStep:
+        """From nodes[0] to nodes[-1], by way of the nodes between them."""
+        alphas, sigmas = process.coefficients(nodes)
+        carried, scale = (alphas, sigmas) if form == "noise" else (sigmas, alphas)
+        half_log_snr = process.half_log_snr(nodes)
+        g = (half_log_snr - half_log_snr[0]) * (1 if form == "noise" else -1)
+        growth = torch.expm1(g)
+        if len(nodes) == 3:
+            corrections = {2: float(growth[2] * g[2] / (2 * g[1]))}
+        else:
+            corrections = {i: float((growth[i] / g[i] - 1) * (g[i] / g[i - 1])) for i in range(2, len(nodes))}
+        numbers = (tuple(values.tolist()) for values in (alphas, sigmas, carried / carried[0], scale, growth))
+        return cls(form, nodes.unbind(0), *numbers, corrections)
 
-    def third_order(i: int, j: int, inner: Tensor) -> Tensor:
-        """The correction at node i from the prediction at node j."""
-        return (torch.expm1(g[i]) / g[i] - 1) * (g[i] / g[j]) * (inner - first)
+    def run(self, denoise: Denoiser, x: Tensor) -> Tensor:
+        """x at the first node -> x at the last one; as many evaluations as the order."""
+        first = self.predict(denoise, x, 0)
+        later, x_i = first, self.advance(x, first, first, 1)
+        for i in range(1, len(self.times) - 1):
+            later = self.predict(denoise, x_i, i)
+            x_i = self.advance(x, first, later, i + 1)
+        return x_i
 
-    first = evaluate(x, 0)
-    match len(nodes) - 1:
-        case 1:
-            return advance(1)
-        case 2:
-            inner = evaluate(advance(1), 1)
-            return advance(2, torch.expm1(g[2]) * g[2] / (2 * g[1]) * (inner - first))
-        case 3:
-            inner = evaluate(advance(1), 1)
-            later = evaluate(advance(2, third_order(2, 1, inner)), 2)
-            return advance(3, third_order(3, 2, later))
-    raise AssertionError("a step has two to four nodes")
+    def predict(self, denoise: Denoiser, x: Tensor, i: int) -> Tensor:
+        """The noise or data at node i."""
+        prediction = denoise(x, self.times[i])
+        return prediction if self.form == "noise" else (x - self.sigmas[i] * prediction) / self.alphas[i]
+
+    def advance(self, x: Tensor, first: Tensor, later: Tensor, i: int) -> Tensor:
+        """x at node i, from the predictions at the first node and at the one before i."""
+        change = self.growth[i] * first
+        if i in self.corrections:
+            change = change + self.corrections[i] * (later - first)
+        return self.carried[i] * x - self.scale[i] * change
 
 
 def dpm_solver(
     denoise: Denoiser, x: Tensor, *, process: NoisePredicting, steps: Sequence[Tensor], form: Form
 ) -> Tensor:
     """DPM-Solver (form "noise") or DPM-Solver++ (form "data") over the given steps; order k costs k evaluations."""
-    for nodes in steps:
-        x = solver_step(denoise, x, nodes, process=process, form=form)
+    for step in [SolverStep.between(nodes, process=process, form=form) for nodes in steps]:
+        x = step.run(denoise, x)
     return x
 
 
@@ -196,17 +222,17 @@ def dpm_solver(
 
 def euler(velocity: Denoiser, x: Tensor, *, times: Tensor) -> Tensor:
     """x += v(x, t) dt over the times; one evaluation for each step."""
-    for t, s in pairwise(times):
-        x = x + (s - t) * velocity(x, t)
+    for t, dt in zip(times, times.diff().tolist(), strict=False):
+        x = x + dt * velocity(x, t)
     return x
 
 
 def heun(velocity: Denoiser, x: Tensor, *, times: Tensor) -> Tensor:
     """The trapezoid rule with an Euler predictor; two evaluations for each step."""
-    for t, s in pairwise(times):
+    for (t, s), dt in zip(pairwise(times), times.diff().tolist(), strict=True):
         slope = velocity(x, t)
-        ahead = velocity(x + (s - t) * slope, s)
-        x = x + 0.5 * (s - t) * (slope + ahead)
+        ahead = velocity(x + dt * slope, s)
+        x = x + 0.5 * dt * (slope + ahead)
     return x
 
 
