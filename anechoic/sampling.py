@@ -183,8 +183,16 @@ class SolverStep:
             corrections = {2: float(growth[2] * g[2] / (2 * g[1]))}
         else:
             corrections = {i: float((growth[i] / g[i] - 1) * (g[i] / g[i - 1])) for i in range(2, len(nodes))}
-        numbers = (tuple(values.tolist()) for values in (alphas, sigmas, carried / carried[0], scale, growth))
-        return cls(form, nodes.unbind(0), *numbers, corrections)
+        return cls(
+            form=form,
+            times=nodes.unbind(0),
+            alphas=tuple(alphas.tolist()),
+            sigmas=tuple(sigmas.tolist()),
+            carried=tuple((carried / carried[0]).tolist()),
+            scale=tuple(scale.tolist()),
+            growth=tuple(growth.tolist()),
+            corrections=corrections,
+        )
 
     def run(self, denoise: Denoiser, x: Tensor) -> Tensor:
         """x at the first node -> x at the last one; as many evaluations as the order."""

@@ -5,15 +5,13 @@ Both get the same vectors and the same number of threads, and both normalise the
 
 from __future__ import annotations
 
-import multiprocessing
-import resource
-import sys
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from anechoic.benchmarks.memory import peak_memory_mb
 from anechoic.benchmarks.timing import Options, gemm_flops, interleave, row
 from anechoic.errors import UserError
 from anechoic.evals.knn import nearest
@@ -37,7 +35,7 @@ def run(options: Options) -> list[dict[str, Any]]:
         raise UserError('This benchmark needs an extra package: pip install "anechoic[bench]".') from error
     faiss.omp_set_num_threads(torch.get_num_threads())
     gemm = gemm_flops()
-    memory = peak_memory_mb()
+    memory = peak_memory_mb(search)
     rows = []
     for name, common in (("isotropic vectors", 0.0), ("vectors with a common part", 3.0)):
         train, queries = vectors(common=common)
@@ -57,15 +55,6 @@ def run(options: Options) -> list[dict[str, Any]]:
     return rows
 
 
-def peak_memory_mb() -> float:
-    """The largest resident size of a fresh process that makes the vectors and finds the neighbours, torch included."""
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
-        return pool.apply(_search_and_measure)
-
-
-def _search_and_measure() -> float:
+def search() -> None:
     train, queries = vectors(common=0.0)
     nearest(train, queries, k=K)
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, kilobytes elsewhere
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20

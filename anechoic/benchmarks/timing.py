@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,10 +41,15 @@ class Timing:
         return statistics.median(ratios), min(ratios), max(ratios)
 
 
-def interleave(contestants: Mapping[str, Callable[[], object]], *, rounds: int = 5) -> Timing:
-    """Run each once to warm up, then all of them in turn, `rounds` times; a busy moment then hits everybody."""
-    for run in contestants.values():
-        run()
+def interleave(
+    contestants: Mapping[str, Callable[[], object]], *, rounds: int = 5, warm: Collection[str] = ()
+) -> Timing:
+    """Run each once to warm up, then all of them in turn, `rounds` times; a busy moment then hits everybody.
+
+    warm: names of those that have run in this process before and need no warming up."""
+    for name, run in contestants.items():
+        if name not in warm:
+            run()
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(rounds):
         for name, run in contestants.items():
