@@ -59,8 +59,12 @@ def sweep(
     from anechoic.recipes import recipe as recipe_by_name
 
     check_counts(seeds, jobs)
+    if bool(train) != bool(test):
+        raise UserError("Judging needs labelled images to fit and others to classify: give both --train and --test.")
     grid = {}
     for name, *values in vary:
+        if name == "seed":
+            raise UserError("The seed is not varied like a setting: --seeds N takes the seeds 0 to N - 1.")
         if not values:
             raise UserError(f"--vary {name} has no values: give the setting and then its values.")
         grid[name] = [parsed(value) for value in values]
@@ -123,7 +127,8 @@ def reproduce(
     if report is not None:
         from anechoic.evidence.report import write_index, write_page
 
-        pages = [write_page(grid, root, report, command=f"anechoic reproduce {grid.name}") for grid in grids]
+        at = "" if scale == "pocket" else f" --scale {scale}"
+        pages = [write_page(grid, root, report, command=f"anechoic reproduce {grid.name}{at}") for grid in grids]
         if what == "all":
             pages.append(write_index(grids, root, report))
         return Outcome(
@@ -246,7 +251,7 @@ def planned(cells: Sequence[Cell], folders: Folders, *, accelerator: bool = Fals
 def run(cells: Sequence[Cell], folders: Folders, jobs: int | None, *, pinned: bool = True) -> Progress:
     from anechoic.evidence.sweep import sweep as run_sweep
 
-    for source in sorted({cell.config.data.source for cell in cells}):
+    for source in sorted({name for c in cells for name in (c.config.data.source, c.judge.train, c.judge.test)}):
         check_source(source, folders.data)
     return run_sweep(cells, folders, jobs=jobs, pinned=pinned)
 
