@@ -177,6 +177,8 @@ def verified(path: Path, runs: Path, root: Path) -> Outcome:
 
     record = read_json(path)
     cell = cell_from_json(record)
+    if "metrics" not in record:
+        raise UserError(f"{path} describes a cell but has no numbers to repeat: give a record that a sweep wrote.")
     runs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=runs, prefix="verify-") as folder:
         again = run_cell(cell, Path(folder) / "run", root=root)
@@ -258,9 +260,9 @@ def run(cells: Sequence[Cell], folders: Folders, jobs: int | None, *, pinned: bo
 
 def check_source(source: str, root: Path) -> None:
     """One sentence before anything is started, instead of one failure for each cell."""
-    from anechoic.evidence.cell import EMBEDDED
+    from anechoic.evidence.cell import is_file
 
-    if source and not source.startswith(EMBEDDED) and not (root / source).exists():
+    if is_file(source) and not (root / source).exists():
         raise UserError(
             f"There is no {source} in {root}: name the folder that has it with --data, or set ANECHOIC_DATA."
         )

@@ -19,8 +19,8 @@ from anechoic.errors import UserError
 from anechoic.outcome import SCHEMA, commit, machine
 from anechoic.run import read_json, read_metrics, write_json
 
-# Sources that are no files: they are the same on every machine.
-EMBEDDED = ("digits", "scenes", "hf:")
+# Sources that are no files, such as digits:train: they are the same on every machine.
+EMBEDDED = ("digits", "scenes", "hf")
 # Of the looks at held-out samples during training, what a record keeps.
 WATCHED = (
     "held_out_loss",
@@ -94,11 +94,13 @@ def cell_from_json(values: dict[str, Any]) -> Cell:
 # ---- where the data is
 
 
+def is_file(source: str) -> bool:
+    return bool(source) and source.partition(":")[0] not in EMBEDDED
+
+
 def located(source: str, root: Path) -> str:
     """The source as this machine names it: embedded data as it is, files below `root`."""
-    if not source or source.startswith(EMBEDDED):
-        return source
-    return str(root / source)
+    return str(root / source) if is_file(source) else source
 
 
 def localised(cell: Cell, root: Path) -> Cell:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from typing import Any, TextIO
 
 from anechoic.config import Config, from_json, settings, to_json
 from anechoic.errors import UserError
-from anechoic.evidence.cell import Cell, Judge, clean, finished, last_seen
+from anechoic.evidence.cell import Cell, Judge, cell_from_json, clean, finished, last_seen
 from anechoic.run import read_json, write_json
 
 ATTEMPTS = 2
@@ -150,6 +151,8 @@ def start(cell: Cell, folders: Folders, core: int, *, pinned: bool) -> Job:
     run_dir = folders.run(cell)
     run_dir.mkdir(parents=True, exist_ok=True)
     description = run_dir / "cell.json"
+    if description.exists() and outdated(run_dir, cell):
+        shutil.rmtree(run_dir / "run", ignore_errors=True)
     write_json(description, cell.to_json())
     arguments = [str(path) for path in (description, run_dir / "run", folders.record(cell), folders.data)]
     environment = {**os.environ, **({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if pinned else {})}
@@ -160,6 +163,16 @@ def start(cell: Cell, folders: Folders, core: int, *, pinned: bool) -> Job:
     if pinned and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(process.pid, {core})
     return Job(cell, process, core, time.perf_counter())
+
+
+def outdated(run_dir: Path, cell: Cell) -> bool:
+    """Whether the run there is of another config, or has no longer the checkpoints that are to be judged."""
+    try:
+        before = cell_from_json(read_json(run_dir / "cell.json"))
+    except UserError:
+        return True
+    judged_before = (run_dir / "run" / "results.json").exists() and not (run_dir / "run" / "checkpoints").exists()
+    return before.config != cell.config or (cell.judge.checkpoints and judged_before)
 
 
 def settle(job: Job, folders: Folders, progress: Progress, attempts: dict[str, int], waiting: list[Cell]) -> None:
