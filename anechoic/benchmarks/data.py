@@ -8,7 +8,6 @@ import random
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
+from anechoic.benchmarks.memory import peak_memory_mb
 from anechoic.benchmarks.timing import Options, interleave, row
 from anechoic.data import Loader, Scenes, Source, decoding, normalise, open_source
 from anechoic.data.files import Files
@@ -96,29 +96,20 @@ def jpeg_rows(folder: Path, *, rounds: int, workers: int) -> list[dict[str, Any]
         for _ in crops:
             pass
 
-    def ours(*, cache: bool, simplejpeg: ModuleType | None) -> Callable[[], None]:
-        loader = Loader(source, image_size=JPEG_SIZE, batch_size=BATCH, shuffle=True, workers=workers, cache=cache)
-
-        def work() -> None:
-            installed, decoding.simplejpeg = decoding.simplejpeg, simplejpeg
-            try:
-                for batch in itertools.islice(loader, BATCHES):
-                    normalise(batch.images, MEAN, STD)
-            finally:
-                decoding.simplejpeg = installed
-
-        return work
-
+    ways = {"decoded by Pillow": (False, False), "decoded by simplejpeg": (False, True), "from the cache": (True, True)}
+    if decoding.simplejpeg is None:
+        ways = {name: (cache, False) for name, (cache, _) in ways.items() if name != "decoded by simplejpeg"}
     contestants: dict[str, Callable[[], object]] = {"Pillow and DataLoader": peer}
-    contestants["decoded by Pillow"] = ours(cache=False, simplejpeg=None)
-    if decoding.simplejpeg is not None:
-        contestants["decoded by simplejpeg"] = ours(cache=False, simplejpeg=decoding.simplejpeg)
-    contestants["from the cache"] = ours(cache=True, simplejpeg=decoding.simplejpeg)
+    contestants |= {
+        name: reader(source, workers, cache=cache, simplejpeg=fast, batches=BATCHES)
+        for name, (cache, fast) in ways.items()
+    }
     # One thread a process for everybody: idle threads of this process would otherwise wait on the workers' cores.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         timing = interleave(contestants, rounds=rounds)
+        memory = {name: peak_memory_mb(read_afresh, str(folder), workers, *way) for name, way in ways.items()}
     finally:
         torch.set_num_threads(threads)
     return [
@@ -128,18 +119,37 @@ def jpeg_rows(folder: Path, *, rounds: int, workers: int) -> list[dict[str, Any]
             ours=name,
             peer="Pillow and DataLoader",
             items=BATCH * BATCHES,
+            memory_mb=memory[name],
         )
-        for name in contestants
-        if name != "Pillow and DataLoader"
+        for name in ways
     ]
+
+
+def reader(source: Source, workers: int, *, cache: bool, simplejpeg: bool, batches: int) -> Callable[[], None]:
+    """Our pipeline: a function that reads so many batches of normalised crops, with Pillow alone or with simplejpeg."""
+    loader = Loader(source, image_size=JPEG_SIZE, batch_size=BATCH, shuffle=True, workers=workers, cache=cache)
+    installed = decoding.simplejpeg
+
+    def work() -> None:
+        decoding.simplejpeg = installed if simplejpeg else None
+        try:
+            for batch in itertools.islice(loader, batches):
+                normalise(batch.images, MEAN, STD)
+        finally:
+            decoding.simplejpeg = installed
+
+    return work
+
+
+def read_afresh(folder: str, workers: int, cache: bool, simplejpeg: bool) -> None:
+    # Memory does not grow after the first few batches.
+    reader(open_source(folder), workers, cache=cache, simplejpeg=simplejpeg, batches=10)()
 
 
 def step_row(source: Source, *, rounds: int) -> dict[str, Any]:
     """A batch from the cache against a training step of the pocket masked autoencoder; under 5 % is a ratio over 20."""
     config = pocket_mae_cifar100()
-    batch_size, image_size = config.optim.batch_size, config.data.image_size
-    assert isinstance(batch_size, int)
-    assert isinstance(image_size, int)
+    batch_size, image_size = pocket_sizes()
     batches = iter(Loader(source, image_size=image_size, batch_size=batch_size, shuffle=True))
     model = build_model(config.model.name, image_size=image_size, **config.model.options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -158,4 +168,20 @@ def step_row(source: Source, *, rounds: int) -> dict[str, Any]:
         timing,
         peer="pocket training step",
         items=batch_size,
+        memory_mb=peak_memory_mb(read_small, source),
     )
+
+
+def pocket_sizes() -> tuple[int, int]:
+    """Images of a batch and their side in the pocket recipe."""
+    config = pocket_mae_cifar100()
+    batch_size, image_size = config.optim.batch_size, config.data.image_size
+    assert isinstance(batch_size, int)
+    assert isinstance(image_size, int)
+    return batch_size, image_size
+
+
+def read_small(source: Source) -> None:
+    batch_size, image_size = pocket_sizes()
+    for batch in itertools.islice(Loader(source, image_size=image_size, batch_size=batch_size, shuffle=True), 10):
+        normalise(batch.images, MEAN, STD)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from anechoic.benchmarks.contest import resident_peak_mb
@@ -16,8 +17,8 @@ def peak_memory_mb(work: Callable[..., object], *arguments: Any) -> float:
     """Of work(*arguments), a function of a module, in a process of its own with as many threads as this one."""
     import torch
 
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_work_and_measure, (torch.get_num_threads(), work, arguments))
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_work_and_measure, torch.get_num_threads(), work, arguments).result()
 
 
 def _work_and_measure(threads: int, work: Callable[..., object], arguments: tuple[Any, ...]) -> float:
