@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -115,6 +116,10 @@ def sweep(
 
     pinned: a core and a thread for each; otherwise a cell may use every core and accelerator.
     """
+    from anechoic.assembly import check
+
+    for cell in cells:
+        check(cell.config)
     names = [cell.name for cell in cells]
     if len(set(names)) < len(names):
         raise UserError("Two cells of this sweep have the same name: vary something that tells them apart.")
@@ -216,20 +221,30 @@ class passing_on_signals:
 
 def training_flops(config: Config) -> float:
     """Floating-point operations of the whole training: three times the forward pass of every sample."""
+    data, timed = config.data, config.objective.name in ("noise_prediction", "flow_matching")
+    options = json.dumps({"image_size": data.image_size, "in_channels": data.channels, **config.model.options})
+    return 3.0 * forward_flops(config.model.name, options, timed) * float(config.optim.samples or 0)
+
+
+@cache
+def forward_flops(name: str, options: str, timed: bool) -> int:
+    """Of one image; counted once for cells that differ in what does not matter here, such as alpha or the seed.
+
+    options: of the model, as JSON; timed: it also takes a time.
+    """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from anechoic.assembly import make_model
+    from anechoic.models import build_model
 
-    data = config.data
+    chosen = json.loads(options)
     with torch.device("meta"):
-        model = make_model(config)
-        images = torch.zeros(1, data.channels, data.image_size, data.image_size)
-        extra = (torch.zeros(1),) if config.objective.name in ("noise_prediction", "flow_matching") else ()
+        model = build_model(name, **chosen)
+        images = torch.zeros(1, chosen["in_channels"], chosen["image_size"], chosen["image_size"])
         counter = FlopCounterMode(display=False)
         with counter, torch.no_grad():
-            model.train()(images, *extra)
-    return 3.0 * counter.get_total_flops() * float(config.optim.samples or 0)
+            model.train()(images, *([torch.zeros(1)] if timed else []))
+    return counter.get_total_flops()
 
 
 # Of one core in one-thread runs of this size, judging included; replaced by what finished cells here really took.
