@@ -455,6 +455,37 @@ REMEDY_GRID = Grid(
 )
 
 
+# ---- the search for a setting that fits a laptop and profits
+
+SEARCH_DEPTHS, SEARCH_ALPHAS = (2, 3, 4), (1.0, 0.8, 0.6)
+
+
+def search_variants() -> dict[str, Variant]:
+    """Shallow encoders: decay gathers abstraction in the first blocks, so a network may end where it is ahead."""
+    return {
+        f"depth{depth}-alpha{alpha:g}": Variant(mae(alpha, depth=depth, decoder_depth=max(1, depth // 2)), JUDGE)
+        for depth in SEARCH_DEPTHS
+        for alpha in SEARCH_ALPHAS
+    }
+
+
+SEARCH = Grid(
+    name="search",
+    title="The map: shallow encoders",
+    claim="",
+    group="search",
+    rows=[
+        Row(f"depth {depth}, alpha_min {alpha:g}", f"depth{depth}-alpha{alpha:g}")
+        for depth in SEARCH_DEPTHS
+        for alpha in SEARCH_ALPHAS
+        if alpha != 1
+    ],
+    metrics=PROBES,
+    baseline="depth3-alpha1",
+    kind="axes",
+)
+
+
 # ---- pictures: Figures 3, 4 and 6, on data that is embedded and may therefore be kept in a record
 
 
@@ -509,6 +540,7 @@ GROUPS: dict[str, Callable[[], dict[str, Variant]]] = {
     "axes": axes_variants,
     "length": length_variants,
     "remedies": remedy_variants,
+    "search": search_variants,
     "pictures": picture_variants,
 }
 GRIDS = {
@@ -529,5 +561,6 @@ GRIDS = {
         LENGTH,
         AXES_GRID,
         REMEDY_GRID,
+        SEARCH,
     )
 }
