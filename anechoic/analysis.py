@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anechoic.errors import UserError
+from anechoic.errors import NotFiniteError, UserError
 
 Centre = Literal["columns", "rows"]
 
@@ -69,7 +69,9 @@ def as_matrix(features: np.ndarray | Tensor) -> Tensor:
         raise UserError(f"Features must be a non-empty matrix (samples, channels); got the shape {tuple(z.shape)}.")
     z = z.double()
     if not torch.isfinite(z).all():
-        raise UserError("The features contain NaN or infinity: the weights are damaged, so use an earlier checkpoint.")
+        raise NotFiniteError(
+            "The features contain NaN or infinity: the weights are damaged, so use an earlier checkpoint."
+        )
     return z
 
 

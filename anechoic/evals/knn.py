@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anechoic.analysis import as_tensor
-from anechoic.errors import UserError
+from anechoic.errors import NotFiniteError, UserError
 
 KS = (10, 20, 100, 200)
 TEMPERATURE = 0.07
@@ -62,7 +62,7 @@ def unit_rows(features: np.ndarray | Tensor, *, name: str) -> Tensor:
     x = x.float()
     # A sum is finite only if its terms are, and takes one pass.
     if not torch.isfinite(x.sum(dtype=torch.float64)):
-        raise UserError(
+        raise NotFiniteError(
             f"The {name} features contain NaN or infinity: the weights are damaged, so use an earlier checkpoint."
         )
     return F.normalize(x, dim=1)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anechoic.analysis import as_tensor
-from anechoic.errors import UserError
+from anechoic.errors import NotFiniteError, UserError
 from anechoic.evals.logistic import fit_logistic
 
 REGULARISERS = tuple(float(r) for r in np.logspace(-6, 0, 10))
@@ -272,7 +272,9 @@ def stack(features: Mapping[Any, np.ndarray | Tensor], device: torch.device | st
         raise UserError("These layers have different widths and cannot be probed together; choose one with --layers.")
     stacked = torch.stack(tensors)
     if not torch.isfinite(stacked).all():
-        raise UserError("The features contain NaN or infinity: the weights are damaged, so use an earlier checkpoint.")
+        raise NotFiniteError(
+            "The features contain NaN or infinity: the weights are damaged, so use an earlier checkpoint."
+        )
     return stacked.to(device)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from anechoic.config import Config, Count, Section, Share, Whole, from_json, from_mapping, to_json
-from anechoic.errors import UserError
+from anechoic.errors import NotFiniteError, UserError
 from anechoic.outcome import SCHEMA, commit, machine
 from anechoic.run import read_json, read_metrics, write_json
 
@@ -126,7 +126,7 @@ def run_cell(cell: Cell, run_dir: Path, *, root: Path, verbose: bool = False) ->
     try:
         fit(here.config, run_dir, verbose=verbose)
         metrics = {"diverged": False, **measure(here, run_dir)}
-    except DivergedError as problem:
+    except (DivergedError, NotFiniteError) as problem:
         metrics = {
             "diverged": True,
             "reason": str(problem).replace(str(run_dir), "the run"),

@@ -7,6 +7,7 @@ way to fill a processor with many small runs.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import os
@@ -88,7 +89,7 @@ def seeded(variant: str, config: Config, judge: Judge, seeds: Sequence[int]) -> 
 
 def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
     """The config with settings such as shortcut.alpha_min or model.options.depth replaced; a wrong name is refused."""
-    plain = to_json(config)
+    plain = copy.deepcopy(to_json(config))
     known = [name for name, _ in settings(config)]
     for name, value in values.items():
         *sections, last = name.split(".")
