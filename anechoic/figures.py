@@ -211,6 +211,28 @@ def draw_dynamics(found: Mapping[str, Sequence[Mapping[str, Any]]], path: str | 
     return save(figure, path)
 
 
+@styled
+def draw_growth(rows: Sequence[Mapping[str, Any]], path: str | Path) -> list[Path]:
+    """Rows of `bench growth`: the seconds of a step along each axis, beside a line that grows as the products do."""
+    names = [name for name in dict.fromkeys(row["axis"] for row in rows) if name != "cores"]
+    figure, axes = panels(1, len(names), width=2.6, height=2.6)
+    for axis, name in zip(axes[0], names, strict=True):
+        own = [row for row in rows if row["axis"] == name]
+        sizes = [row["value"] for row in own]
+        axis.plot(sizes, [row["ours"] for row in own], **line_style(0), label="measured")
+        # The line meets the last point, where overhead weighs least.
+        products = [own[-1]["ours"]]
+        for later, row in zip(own[:0:-1], own[-2::-1], strict=True):
+            products.insert(0, products[0] * (row["value"] / later["value"]) ** later["expected"])
+        axis.plot(sizes, products, color=SHADES[3], linestyle="--", linewidth=1, label="as the matrix products")
+        axis.set(xscale="log", yscale="log", xlabel=name)
+        axis.set_xticks(sizes, [f"{size:g}" for size in sizes])
+        axis.minorticks_off()
+    axes[0, 0].set_ylabel("seconds of a training step")
+    legend_below(figure, axes[0, 0])
+    return save(figure, path)
+
+
 def legend_below(figure: Figure, axis: Axes) -> None:
     """One legend for all panels, where it hides no line."""
     handles, labels = axis.get_legend_handles_labels()

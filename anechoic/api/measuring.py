@@ -18,6 +18,8 @@ BENCHMARKS = {
     "sample": "anechoic.benchmarks.sample",
     "knn": "anechoic.benchmarks.knn",
     "probe": "anechoic.benchmarks.probe",
+    "memory": "anechoic.benchmarks.verbs",
+    "growth": "anechoic.benchmarks.growth",
 }
 
 
@@ -36,7 +38,7 @@ def bench(
     Example: anechoic bench data --images imagenette/train --small cifar100/train.parquet
 
     Args:
-        what: train, data, embed, knn, probe, sample, or all.
+        what: train, data, embed, sample, knn, probe, memory (of the verbs), growth (of the training step), or all.
         rounds: how many turns each contestant takes; the median and the range of the ratios are shown.
         images: for data and embed, a folder of JPEGs; JPEGs are made from the embedded scenes if it is not given.
         small: for data, a source of small images; the embedded scenes if it is not given.

@@ -97,6 +97,12 @@ def row(
     }
 
 
+def row_without_peer(work: str, seconds: float, *, memory_mb: float) -> dict[str, Any]:
+    """A line of the table where there is nothing to compare with."""
+    nothing = dict.fromkeys(("peer", "peer_name", "items", "ratio", "low", "high", "fraction_of_gemm"))
+    return {"work": work, "ours": seconds, **nothing, "memory_mb": memory_mb}
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows for a person: times, rates where there are items, the ratio with its range."""
     lines = []
@@ -108,6 +114,9 @@ def table(rows: list[dict[str, Any]]) -> str:
         )
         gemm = f", {item['fraction_of_gemm']:.0%} of the GEMM peak" if item["fraction_of_gemm"] is not None else ""
         memory = f", {item['memory_mb']:,.0f} MB" if item["memory_mb"] is not None else ""
+        if item["peer"] is None:
+            lines.append(f"{item['work']}: {item['ours']:,.1f} s{memory}")
+            continue
         lines.append(
             f"{item['work']}: {1000 * item['ours']:,.1f} ms, {item['peer_name']} {1000 * item['peer']:,.1f} ms{rate}, "
             f"ratio {item['ratio']:.2f} ({item['low']:.2f} to {item['high']:.2f}){gemm}{memory}"
