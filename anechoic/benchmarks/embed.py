@@ -157,9 +157,10 @@ class PillowImages:
         # As ours: an image that is smaller than the margin is not enlarged to it.
         shorter = min(MARGIN, max(SIZE, min(image.size)))
         if min(image.size) != shorter:
-            scale = shorter / min(image.size)
-            image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
-        left, upper = (image.width - SIZE) // 2, (image.height - SIZE) // 2
+            longer = int(shorter * max(image.size) / min(image.size))
+            sides = (shorter, longer) if image.width <= image.height else (longer, shorter)
+            image = image.resize(sides, Image.Resampling.BICUBIC)
+        left, upper = round((image.width - SIZE) / 2), round((image.height - SIZE) / 2)
         image = image.crop((left, upper, left + SIZE, upper + SIZE))
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).to(torch.float32).div_(255)
         return pixels.sub_(torch.tensor(MEAN).view(3, 1, 1)).div_(torch.tensor(STD).view(3, 1, 1))
