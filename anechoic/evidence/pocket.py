@@ -483,6 +483,7 @@ SEARCH = Grid(
     metrics=PROBES,
     baseline="depth3-alpha1",
     kind="axes",
+    twins=[f"depth{depth}-alpha1" for depth in SEARCH_DEPTHS],
 )
 
 
