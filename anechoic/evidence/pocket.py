@@ -198,9 +198,9 @@ def uvit_digits(alpha_min: float) -> Config:
         base,
         recipe="",
         shortcut=ShortcutConfig(alpha_min=alpha_min),
-        optim=replace(base.optim, samples=500 * 128, warmup=0.05),
-        watch=WatchConfig(every=32_000),
-        save=SaveConfig(every=32_000),
+        optim=replace(base.optim, samples=1200 * 128, warmup=0.05),
+        watch=WatchConfig(every=76_800),
+        save=SaveConfig(every=76_800),
         threads=1,
         devices=1,
     )
@@ -339,7 +339,7 @@ STABILITY = Grid(
 
 PAIR = (1.0, 0.6)
 MAP_SAMPLES = 38_400
-LONG_SAMPLES = 256_000
+LONG_SAMPLES = 192_000
 # Samples seen at the checkpoints of the long runs, which have a constant learning rate: each is the end of a run too.
 LENGTHS = tuple(LONG_SAMPLES * i // 8 // 128 * 128 for i in range(1, 9))
 
