@@ -228,6 +228,10 @@ class Config(Section):
     """of the matrix products (default: bfloat16 on accelerators, else float32)"""
     compile: bool = False
     """compile the model with torch.compile"""
+    recompute: bool = False
+    """keep only each block's input for the backward pass and compute the rest again: less memory, more time"""
+    plain: bool = False
+    """compute every block module by module, never fused: slower, for comparison"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,6 +7,7 @@ process alone. It does not know what the processes compute.
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import time
 import uuid
@@ -14,7 +15,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
@@ -69,7 +69,7 @@ def launch(function: Callable[..., Result], *arguments: Any, devices: int) -> Re
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    with TemporaryDirectory() as notes:  # where the processes note an exception
+    with tempfile.TemporaryDirectory() as notes:  # where the processes note an exception
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -168,13 +168,31 @@ def total(place: Place, values: Tensor) -> Tensor:
 
 
 def parallel(place: Place, module: nn.Module) -> nn.Module:
-    """The module with gradients averaged over the processes.
+    """The module whose gradients are those of all processes together, once `average_gradients` was called on it."""
+    if place.world_size == 1:
+        return module
+    if place.device.type == "cpu" and on_one_machine():
+        return SharedGradients(place, module)
+    return with_buckets(place, module)
+
+
+def average_gradients(module: nn.Module) -> None:
+    """To be called after the backward pass of a whole batch."""
+    if isinstance(module, SharedGradients):
+        module.average()
+
+
+def without_averaging(module: nn.Module, *, active: bool) -> AbstractContextManager:
+    """While open (and active), gradients stay local: all but the last part of an accumulated batch."""
+    return module.no_sync() if active and isinstance(module, DistributedDataParallel) else nullcontext()
+
+
+def with_buckets(place: Place, module: nn.Module) -> DistributedDataParallel:
+    """Gradients averaged over a network, during the backward pass.
 
     Looking for unused parameters keeps the gradients' buckets as they are; otherwise they would be arranged anew after
     the first update, and a resumed run would sum in another order than the run it goes on with.
     """
-    if place.world_size == 1:
-        return module
     # Both are remarks on speed: that no parameter was unused, and that a token's gradient has its own strides.
     warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified", category=UserWarning)
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view", category=UserWarning)
@@ -182,6 +200,70 @@ def parallel(place: Place, module: nn.Module) -> nn.Module:
     return DistributedDataParallel(module, device_ids=ids, find_unused_parameters=True)
 
 
-def without_averaging(module: nn.Module, *, active: bool) -> AbstractContextManager:
-    """While open (and active), gradients stay local: all but the last part of an accumulated batch."""
-    return module.no_sync() if active and isinstance(module, DistributedDataParallel) else nullcontext()
+def on_one_machine() -> bool:
+    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+
+
+class SharedGradients(nn.Module):
+    """Processes of one machine average gradients through memory they share: one copy in, one sum out.
+
+    Sums are made in the order of ranks, so every process gets the same bits. All start from the first one's weights.
+    """
+
+    def __init__(self, place: Place, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.rank = module, place.rank
+        self.trained = [p for p in module.parameters() if p.requires_grad]
+        # Behind the gradients a flag for each: whether this process had one.
+        sizes = [p.numel() for p in self.trained]
+        self.length = sum(sizes)
+        self.slots = shared_memory(place, self.length + len(sizes)).view(place.world_size, -1)
+        self.own = [
+            part.view_as(p)
+            for part, p in zip(self.slots[self.rank, : self.length].split(sizes), self.trained, strict=True)
+        ]
+        self.mean = torch.empty(self.length + len(sizes))
+        self.means = [
+            part.view_as(p) for part, p in zip(self.mean[: self.length].split(sizes), self.trained, strict=True)
+        ]
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor.detach(), src=0)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.module(*inputs)
+
+    @torch.no_grad()
+    def average(self) -> None:
+        found = {i: p.grad for i, p in enumerate(self.trained) if p.grad is not None}
+        if len(found) < len(self.trained):
+            self.slots[self.rank].zero_()
+        torch._foreach_copy_([self.own[i] for i in found], list(found.values()))
+        self.slots[self.rank, self.length :] = torch.tensor([float(i in found) for i in range(len(self.trained))])
+        dist.barrier()
+        torch.add(self.slots[0], self.slots[1], out=self.mean)
+        for slot in self.slots[2:]:
+            self.mean.add_(slot)
+        dist.barrier()  # all have read before anybody writes again
+        anywhere = self.mean[self.length :].tolist()
+        self.mean.mul_(1 / len(self.slots))
+        for parameter, mean, flag in zip(self.trained, self.means, anywhere, strict=True):
+            parameter.grad = mean if flag else None
+
+
+def shared_memory(place: Place, size: int) -> Tensor:
+    """world_size * size zeros that all processes of this machine see; it is freed with the last of them."""
+    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+    def create() -> str:
+        handle, name = tempfile.mkstemp(dir=folder, prefix="anechoic-")
+        os.close(handle)
+        return name
+
+    name = from_first(place, create)
+    try:
+        memory = torch.from_file(name, shared=True, size=place.world_size * size)
+        dist.barrier()
+    finally:
+        if place.is_first:
+            os.unlink(name)
+    return memory

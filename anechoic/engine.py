@@ -28,6 +28,7 @@ from anechoic.distributed import (
     InterruptedRun,
     Place,
     accelerators,
+    average_gradients,
     from_first,
     join,
     launch,
@@ -38,6 +39,7 @@ from anechoic.distributed import (
 )
 from anechoic.draws import Draws
 from anechoic.errors import UserError
+from anechoic.models.layers import choose_path
 from anechoic.objectives import Objective, make_objective
 from anechoic.optim import AveragedWeights, gradient_norm, learning_rate, set_learning_rate
 from anechoic.outcome import Outcome
@@ -93,6 +95,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
         model = make_model(config).to(place.device)
         if config.init_from:
             checkpoint.start_from(model, config.init_from)
+        choose_path(model, plain=config.plain, recompute=config.recompute)
         objective = make_objective(config.objective.name, **config.objective.options)
         optimizer = make_optimizer(model, optim)
         lr_at = partial(
@@ -222,6 +225,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
                     (losses["loss"] / len(parts)).backward()
                 for name, value in losses.items():
                     step[name] = step.get(name, 0) + value.detach() / (len(parts) * place.world_size)
+            average_gradients(trained)
             step["gradient_norm"] = gradient_norm(model.parameters(), clip=optim.clip) / place.world_size
             values = agree(place, step, stop)
             if not all(math.isfinite(value) for value in values.values()):

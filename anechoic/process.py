@@ -1,12 +1,14 @@
 """What a run asks of its own process while it trains: signals that only ask to stop, deterministic kernels, threads.
 
-Everything is put back afterwards. It knows nothing of training.
+Everything is put back afterwards, but for memory kept. It knows nothing of training.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,17 +43,35 @@ def catch_signals() -> Iterator[Stop]:
             signal.signal(number, handler)
 
 
+def keep_freed_memory() -> None:
+    """Ask the C library not to give memory back between two steps, where it can be asked (glibc).
+
+    A step frees and takes the same large tensors again; each time the kernel would have to clear and map their pages.
+    """
+    if sys.platform != "linux":
+        return
+    mmap_threshold, trim_threshold, top_pad, never = -3, -1, -2, 2**31 - 1
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    if mallopt(mmap_threshold, never) or mallopt(mmap_threshold, 2**25):
+        mallopt(trim_threshold, never)
+        mallopt(top_pad, 2**26)
+
+
 @contextmanager
 def reproducible(*, threads: int) -> Iterator[None]:
     """Deterministic kernels, the run's number of threads (sums depend on both), random numbers of its own.
 
-    Afterwards all is as it was before.
+    Afterwards all is as it was before, except that freed memory is kept.
     """
     before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     warned = torch.is_deterministic_algorithms_warn_only_enabled()
     deterministic: Any = torch.utils.deterministic
     filled = deterministic.fill_uninitialized_memory
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    keep_freed_memory()
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True, warn_only=True)
     deterministic.fill_uninitialized_memory = False  # costs time, and nothing here reads such memory

@@ -11,7 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from anechoic.assembly import make_model, preparation
 from anechoic.data import Augment, Loader, Subset, open_source
-from anechoic.distributed import Place, from_first, join, launch, parallel, total, without_averaging
+from anechoic.distributed import Place, average_gradients, from_first, join, launch, parallel, total, without_averaging
 from anechoic.engine import Task, fit, split
 from anechoic.errors import UserError
 from anechoic.objectives import make_objective
@@ -55,6 +55,7 @@ def gradients(accumulate):
                 loss = task(prepare(images), ids, visits, labels)["loss"] / accumulate
                 loss.backward()
             losses.append(loss.detach())
+        average_gradients(task)
         loss = total(place, torch.stack(losses).sum() / place.world_size).item()
         seen = torch.zeros(place.world_size, BATCH // place.world_size, dtype=torch.int64)
         seen[place.rank] = batch.ids

@@ -36,7 +36,7 @@ class Entry:
 
 
 class Contestant:
-    """The processes of one entry. Use it in a `with` statement, which ends them."""
+    """The processes of one entry, which answer once they are ready. Use it in a `with` statement, which ends them."""
 
     def __init__(self, entry: Entry) -> None:
         context = multiprocessing.get_context("spawn")
@@ -50,7 +50,6 @@ class Contestant:
             theirs.close()  # else the end of a process that died would never be noticed
             self.pipes.append(mine)
             self.processes.append(process)
-        self.gather()
 
     def run(self, steps: int) -> float:
         """Seconds a step, from the word to the last process's answer."""
@@ -133,6 +132,8 @@ def contest(entries: Mapping[str, Entry], *, rounds: int, turn: float = 0.5) -> 
     """Seconds a step of every entry, in turns of at least `turn` seconds, and each one's memory in MB."""
     with ExitStack() as stack:
         contestants = {name: stack.enter_context(Contestant(entry)) for name, entry in entries.items()}
+        for one in contestants.values():
+            one.gather()  # all start at the same time, and have taken one step
         steps = {name: max(1, round(turn / one.run(1))) for name, one in contestants.items()}
         seconds: dict[str, list[float]] = {name: [] for name in entries}
         for _ in range(rounds):

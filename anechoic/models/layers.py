@@ -15,8 +15,10 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from anechoic.errors import UserError
+from anechoic.models import fused
 from anechoic.shortcut import (
     SCHEDULES,
     AlphaMin,
@@ -294,7 +296,13 @@ class DropPath(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block: attention, then MLP, each joined to the stream by a Shortcut."""
+    """Pre-norm transformer block: attention, then MLP, each joined to the stream by a Shortcut.
+
+    plain: never the fused functions. recompute: keep only the input for the backward pass and compute the rest again.
+    """
+
+    plain = False
+    recompute = False
 
     def __init__(
         self,
@@ -317,6 +325,14 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         """x (B, N, D) -> (B, N, D); with rows (B, M) only those tokens are computed -> (B, M, D)."""
+        if self.recompute and self.training and torch.is_grad_enabled():
+            return checkpoint(self.compute, x, rows, use_reentrant=False)
+        return self.compute(x, rows)
+
+    def compute(self, x: Tensor, rows: Tensor | None) -> Tensor:
+        if not self.plain and fused.covers(self, x):
+            x = fused.attention_branch(x, rows, self.norm1, self.attn, self.shortcut1)
+            return fused.mlp_branch(x, self.norm2, self.mlp, self.shortcut2)
         fx = self.drop_path(self.attn(self.norm1(x), rows))
         x = self.shortcut1(x if rows is None else take(x, rows), fx)
         return self.shortcut2(x, self.drop_path(self.mlp(self.norm2(x))))
@@ -326,6 +342,13 @@ class Block(nn.Module):
             Branch(self.shortcut1, Read(norms=(self.norm1,)), self.attn.proj),
             Branch(self.shortcut2, Read(norms=(self.norm2,)), self.mlp.fc2),
         ]
+
+
+def choose_path(model: nn.Module, *, plain: bool = False, recompute: bool = False) -> None:
+    """How all blocks of a model compute in training: plainly instead of fused, with less memory and more time."""
+    for module in model.modules():
+        if isinstance(module, Block):
+            module.plain, module.recompute = plain, recompute
 
 
 def tapped(blocks: Iterable[Any]) -> list[Event]:

@@ -1,0 +1,226 @@
+"""The two residual branches of a block as one autograd function each, for training on processors in float32.
+
+The same mathematics as the modules in layers.py, which remain the reference; what is saved is time: products run in the
+faster of two libraries, sums are made in place, and the shortcut joins the branch's own output instead of a new tensor.
+Whatever these functions do not cover (accelerators, autocast, compilation, hooks inside a block, drop path, learned
+factors) takes the plain path.
+Legend: B batch, N tokens, M asked-for tokens, D width, H heads, T = B * N.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from anechoic.shortcut import Shortcut
+
+# oneDNN's product, 10 to 15 % faster than the BLAS behind torch.mm where it was measured; not every build has it.
+_onednn: Any = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
+# The kernels behind scaled_dot_product_attention, layer_norm and gelu, named so exactly that no overload is looked up.
+_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_norm_backward: Any = torch.ops.aten.native_layer_norm_backward.default
+_gelu_backward: Any = torch.ops.aten.gelu_backward.grad_input
+
+
+def covers(block: Any, x: Tensor) -> bool:
+    """Whether the functions here may stand in for the modules of a block on x, whose gradient is wanted."""
+    if not (
+        torch.is_grad_enabled()
+        and x.device.type == "cpu"
+        and x.dtype == torch.float32
+        and type(x) is Tensor
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+        and not torch._C._are_functorch_transforms_active()
+        and not torch._C._len_torch_dispatch_stack()
+        and (block.drop_path.rate == 0 or not block.training)
+    ):
+        return False
+    attn, mlp = block.attn, block.mlp
+    parts = (
+        (nn.LayerNorm, (block.norm1, block.norm2)),
+        (nn.Linear, (attn.qkv, attn.proj, mlp.fc1, mlp.fc2)),
+        (nn.GELU, (mlp.act,)),
+        (Shortcut, (block.shortcut1, block.shortcut2)),
+    )
+    whole = (attn, mlp, block.drop_path, *(module for _, modules in parts for module in modules))
+    return (
+        all(type(module) is kind for kind, modules in parts for module in modules)
+        and not (block.shortcut1.learnable or block.shortcut2.learnable)
+        and not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in whole)
+    )
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (T, K) times the transpose of weight (N, K), plus bias (N)."""
+    if _onednn is not None:
+        return _onednn(x, weight, bias, "none", [], "")
+    return torch.mm(x, weight.T) if bias is None else torch.addmm(bias, x, weight.T)
+
+
+def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
+    """Of a linear map's weight (N, K), from its output's gradient (T, N) and its input x (T, K)."""
+    if _onednn is not None and gradient.shape[1] < x.shape[1]:
+        return _onednn(gradient.T, x.T, None, "none", [], "")
+    return torch.mm(gradient.T, x)
+
+
+def joined(x: Tensor, fx: Tensor, alpha: float, beta: float) -> Tensor:
+    """alpha * x + beta * fx, in the memory of fx."""
+    return (fx if beta == 1 else fx.mul_(beta)).add_(x, alpha=alpha)
+
+
+def normalised(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """LayerNorm: output, mean, reciprocal of the deviation."""
+    return torch.native_layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+
+def through_norm(gradient: Tensor, x: Tensor, mean: Tensor, deviation: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """LayerNorm's gradients: input, weight, bias."""
+    return _norm_backward(gradient, x, (x.shape[-1],), mean, deviation, weight, bias, (True, True, True))
+
+
+class MlpBranch(torch.autograd.Function):
+    """x (T, D) -> alpha * x + beta * fc2(gelu(fc1(norm(x))))"""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, settings: tuple, *weights: Tensor) -> Tensor:
+        eps, gelu, alpha, beta = ctx.settings = settings
+        norm_weight, norm_bias, weight1, bias1, weight2, bias2 = weights
+        inner, mean, deviation = normalised(x, norm_weight, norm_bias, eps)
+        hidden = product(inner, weight1, bias1)
+        active = torch.nn.functional.gelu(hidden, approximate=gelu)
+        ctx.save_for_backward(x, mean, deviation, inner, hidden, active, norm_weight, norm_bias, weight1, weight2)
+        return joined(x, product(active, weight2, bias2), alpha, beta)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, outer: Tensor) -> tuple:
+        _, gelu, alpha, beta = ctx.settings
+        x, mean, deviation, inner, hidden, active, norm_weight, norm_bias, weight1, weight2 = ctx.saved_tensors
+        outer = outer.contiguous()
+        gradient = outer if beta == 1 else outer * beta
+        of_weight2, of_bias2 = weight_gradient(gradient, active), gradient.sum(0)
+        of_hidden = product(gradient, weight2.T)
+        _gelu_backward(of_hidden, hidden, approximate=gelu, grad_input=of_hidden)
+        of_weight1, of_bias1 = weight_gradient(of_hidden, inner), of_hidden.sum(0)
+        of_inner = product(of_hidden, weight1.T)
+        of_x, of_norm_weight, of_norm_bias = through_norm(of_inner, x, mean, deviation, norm_weight, norm_bias)
+        of_x.add_(outer, alpha=alpha)
+        return of_x, None, of_norm_weight, of_norm_bias, of_weight1, of_bias1, of_weight2, of_bias2
+
+
+class AttentionBranch(torch.autograd.Function):
+    """x (B, N, D) -> alpha * x + beta * proj(attention(norm(x))), or that at rows (B, M) only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor | None, settings: tuple, *weights: Any) -> Tensor:
+        heads, eps, alpha, beta = ctx.settings = settings
+        norm_weight, norm_bias, weight, bias, proj_weight, proj_bias = weights
+        B, N, D = x.shape
+        flat = x.reshape(B * N, D)
+        inner, mean, deviation = normalised(flat, norm_weight, norm_bias, eps)
+        if rows is None:
+            asked, index = inner, None
+            qkv = product(inner, weight, bias)
+            q, k, v = split(qkv, B, 3, heads)
+        else:
+            index = flat_rows(rows, N)
+            asked = inner.index_select(0, index)
+            first, others = (None, None) if bias is None else (bias[:D], bias[D:])
+            (q,) = split(product(asked, weight[:D], first), B, 1, heads)
+            k, v = split(product(inner, weight[D:], others), B, 2, heads)
+        heard, logsumexp = _attention(q, k, v)
+        mixed = heard.transpose(1, 2).reshape(-1, D)
+        ctx.save_for_backward(
+            flat,
+            mean,
+            deviation,
+            inner,
+            asked,
+            index,
+            q,
+            k,
+            v,
+            heard,
+            logsumexp,
+            norm_weight,
+            norm_bias,
+            weight,
+            proj_weight,
+        )
+        kept = flat if index is None else flat.index_select(0, index)
+        ctx.has_bias = bias is not None
+        return joined(kept, product(mixed, proj_weight, proj_bias), alpha, beta).view(B, -1, D)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, outer: Tensor) -> tuple:
+        heads, _, alpha, beta = ctx.settings
+        flat, mean, deviation, inner, asked, index, q, k, v, heard, logsumexp, *weights = ctx.saved_tensors
+        norm_weight, norm_bias, weight, proj_weight = weights
+        B, D = outer.shape[0], outer.shape[2]
+        outer = outer.reshape(-1, D)
+        gradient = outer if beta == 1 else outer * beta
+        of_proj_weight = weight_gradient(gradient, heard.transpose(1, 2).reshape(-1, D))
+        of_proj_bias = gradient.sum(0)
+        of_heard = product(gradient, proj_weight.T).view(B, -1, heads, D // heads).transpose(1, 2)
+        parts = _attention_backward(of_heard, q, k, v, heard, logsumexp, 0.0, False)
+        of_parts = [part.transpose(1, 2).reshape(-1, D) for part in parts]
+        if index is None:
+            of_qkv = torch.cat(of_parts, dim=1)
+            of_weight, of_bias = weight_gradient(of_qkv, inner), of_qkv.sum(0)
+            of_inner = product(of_qkv, weight.T)
+        else:
+            of_q, of_kv = of_parts[0], torch.cat(of_parts[1:], dim=1)
+            of_weight = torch.cat([weight_gradient(of_q, asked), weight_gradient(of_kv, inner)])
+            of_bias = torch.cat([of_q.sum(0), of_kv.sum(0)])
+            of_inner = product(of_kv, weight[D:].T).index_add_(0, index, product(of_q, weight[:D].T))
+        of_x, of_norm_weight, of_norm_bias = through_norm(of_inner, flat, mean, deviation, norm_weight, norm_bias)
+        if index is None:
+            of_x.add_(outer, alpha=alpha)
+        else:
+            of_x.index_add_(0, index, outer, alpha=alpha)
+        return (
+            of_x.view(B, -1, D),
+            None,
+            None,
+            of_norm_weight,
+            of_norm_bias,
+            of_weight,
+            of_bias if ctx.has_bias else None,
+            of_proj_weight,
+            of_proj_bias,
+        )
+
+
+def split(x: Tensor, batch: int, parts: int, heads: int) -> tuple[Tensor, ...]:
+    """(T, parts * D) -> parts of (B, H, N, D/H)"""
+    return x.view(batch, x.shape[0] // batch, parts, heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def flat_rows(rows: Tensor, tokens: int) -> Tensor:
+    """Rows (B, M) of a (B, N, D) tensor as rows of its (B * N, D) view."""
+    start = torch.arange(0, len(rows) * tokens, tokens, device=rows.device)
+    return (rows + start[:, None]).flatten()
+
+
+def attention_branch(x: Tensor, rows: Tensor | None, norm: Any, attn: Any, shortcut: Shortcut) -> Tensor:
+    settings = (attn.num_heads, norm.eps, *shortcut.factors)
+    return AttentionBranch.apply(
+        x, rows, settings, norm.weight, norm.bias, attn.qkv.weight, attn.qkv.bias, attn.proj.weight, attn.proj.bias
+    )
+
+
+def mlp_branch(x: Tensor, norm: Any, mlp: Any, shortcut: Shortcut) -> Tensor:
+    settings = (norm.eps, mlp.act.approximate, *shortcut.factors)
+    fc1, fc2 = mlp.fc1, mlp.fc2
+    flat = x.reshape(-1, x.shape[-1])
+    return MlpBranch.apply(flat, settings, norm.weight, norm.bias, fc1.weight, fc1.bias, fc2.weight, fc2.bias).view(
+        x.shape
+    )

@@ -1,0 +1,118 @@
+"""The fused path of a block: the same loss and gradients as the modules it stands in for, and only where it may."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from zoo import inputs, make
+
+from anechoic import build_model
+from anechoic.models import fused
+from anechoic.models.layers import Block, choose_path
+
+
+def loss_and_gradients(model, images, noise):
+    model.zero_grad()
+    loss = model(images, noise).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("options", [{"skips": False}, {"alpha_min": 0.6}, {"form": "both"}])
+@pytest.mark.parametrize("qkv_bias", [True, False])
+@pytest.mark.parametrize("onednn", [True, False])
+def test_loss_and_gradients_are_those_of_the_plain_path(monkeypatch, options, qkv_bias, onednn):
+    if not onednn:
+        monkeypatch.setattr(fused, "_onednn", None)
+    model = make("mae", qkv_bias=qkv_bias, **options).train()
+    images, noise = inputs(model)
+    choose_path(model, plain=True)
+    plain, expected = loss_and_gradients(model, images, noise)
+    choose_path(model, plain=False)
+    calls = count_calls(monkeypatch)
+    loss, gradients = loss_and_gradients(model, images, noise)
+    assert len(calls) == model.config.depth + model.config.decoder_depth
+    assert loss.item() == pytest.approx(plain.item(), rel=1e-5)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
+
+
+def test_recomputing_gives_the_very_same_gradients():
+    for plain in (True, False):
+        model = make("mae", alpha_min=0.6).train()
+        images, noise = inputs(model)
+        choose_path(model, plain=plain)
+        loss, expected = loss_and_gradients(model, images, noise)
+        choose_path(model, plain=plain, recompute=True)
+        again, gradients = loss_and_gradients(model, images, noise)
+        assert torch.equal(again, loss)
+        assert all(torch.equal(gradients[name], value) for name, value in expected.items())
+
+
+def saved_bytes(model, images):
+    """What a forward pass keeps for the backward pass, beside the weights."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model(images)
+    del output
+    return sum(kept.values())
+
+
+def test_what_is_kept_for_the_backward_pass():
+    """Fused keeps no more than plain, decayed no more than residual, and recomputing far less than both."""
+    sizes = {}
+    for alpha_min in (1.0, 0.6):
+        for path in ({"plain": True}, {}, {"recompute": True}):
+            torch.manual_seed(0)
+            model = build_model("vit_tiny_patch4", image_size=16, dim=48, depth=6, num_heads=3, alpha_min=alpha_min)
+            choose_path(model.train(), **path)
+            sizes[alpha_min, *path] = saved_bytes(model, torch.randn(8, 3, 16, 16))
+    assert sizes[1.0,] <= sizes[1.0, "plain"]
+    assert sizes[0.6,] == sizes[1.0,]
+    assert sizes[1.0, "recompute"] < sizes[1.0,] / 4
+
+
+def count_calls(monkeypatch):
+    calls = []
+    whole = fused.attention_branch
+    monkeypatch.setattr(fused, "attention_branch", lambda *a: calls.append(1) or whole(*a))
+    return calls
+
+
+def test_whoever_looks_inside_a_block_gets_the_plain_path(monkeypatch):
+    calls = count_calls(monkeypatch)
+    block = Block(12, 3).train()
+    x = torch.randn(2, 5, 12)
+    block(x)
+    assert len(calls) == 1
+    seen = []
+    handle = block.attn.qkv.register_forward_hook(lambda *_: seen.append(1))
+    block(x)
+    handle.remove()
+    assert (len(calls), len(seen)) == (1, 1)
+    with torch.no_grad():
+        block(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        block(x)
+    torch.func.grad(lambda one: block(one).sum())(x)
+    Block(12, 3, drop_path=0.5).train()(x)
+    assert len(calls) == 1
+
+
+def test_frozen_weights_and_inputs_get_no_gradient():
+    block = Block(12, 3).train()
+    block.mlp.fc1.weight.requires_grad_(False)
+    x = torch.randn(2, 5, 12, requires_grad=True)
+    block(x).sum().backward()
+    assert block.mlp.fc1.weight.grad is None
+    assert block.mlp.fc2.weight.grad is not None
+    assert x.grad is not None
