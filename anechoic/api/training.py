@@ -98,13 +98,14 @@ def pretrain(
 
 
 def alpha_min_reason(config: Config) -> str:
-    """One line: which alpha_min was chosen by the run's length, and what to say for the other."""
-    from anechoic.recipes.pretrain import CROSSOVER_UPDATES
+    """One line: which alpha_min was chosen and by what, and what to say for the other."""
+    from anechoic.recipes.pretrain import CROSSOVER_UPDATES, SMALLEST_SIDE_TO_FADE
 
     if config.shortcut.alpha_min == 1:
         return (
-            f"alpha_min 1, plain residual connections with skips: shortcuts fade only in runs of {CROSSOVER_UPDATES:,} "
-            "updates and more, or with --alpha-min auto."
+            f"alpha_min 1, plain residual connections: shortcuts fade only in runs of {CROSSOVER_UPDATES:,} updates "
+            f"and more, on images of {SMALLEST_SIDE_TO_FADE} pixels and more, with skips to the decoder; or with "
+            "--alpha-min auto."
         )
     return f"alpha_min auto, shortcuts fade with depth: the run has {CROSSOVER_UPDATES:,} updates or more."
 

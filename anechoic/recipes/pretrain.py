@@ -10,8 +10,12 @@ from typing import Any, Literal
 from anechoic.config import Config, DataConfig, ModelConfig, OptimConfig, ShortcutConfig, budget, default_holdout
 from anechoic.errors import UserError
 
-# Below this many updates a decayed encoder has not caught up with a residual one yet.
+# When fading shortcuts pay (docs/when-does-it-pay.md). In every run measured here, all of them far shorter than this,
+# an encoder of depth 6 or more was better off with plain ones; the paper gained after 98,000 updates. Half of that, by
+# the order of magnitude, is where the benefit of the doubt changes sides.
 CROSSOVER_UPDATES = 50_000
+# Pixels of images smaller than this tell their class nearly by themselves: an echo of them is worth keeping.
+SMALLEST_SIDE_TO_FADE = 16
 # A masked autoencoder keeps learning for hundreds of epochs; a processor gets as much of it as fits an afternoon.
 ACCELERATOR_EPOCHS, PROCESSOR_SAMPLES = 800, 500_000
 LARGEST_SIDE, LARGEST_SIDE_ON_PROCESSOR = 224, 64
@@ -78,7 +82,9 @@ def pretrain_config(
         ModelConfig(model, options or {}) if model else choose_model(size, image_size, accelerators=accelerators)
     )
     if alpha_min is None:
-        alpha_min = choose_alpha_min(budget(optim, max(batch_size, trained_on)) // batch_size)
+        updates = budget(optim, max(batch_size, trained_on)) // batch_size
+        skips = bool((options or {}).get("skips", True))
+        alpha_min = choose_alpha_min(updates, image_size=image_size, skips=skips)
     return Config(
         recipe="pretrain",
         data=DataConfig(source=source, image_size=image_size, channels=channels),
@@ -100,6 +106,10 @@ def choose_model(size: int, image_size: int, *, accelerators: int) -> ModelConfi
     return ModelConfig(f"mae_{name}_patch{max(4, patch)}", options)
 
 
-def choose_alpha_min(updates: int) -> float | Literal["auto"]:
-    """Plain residual connections (with skips) for short runs, the decay that fits the depth for long ones."""
-    return 1.0 if updates < CROSSOVER_UPDATES else "auto"
+def choose_alpha_min(updates: int, *, image_size: int, skips: bool) -> float | Literal["auto"]:
+    """The decay that fits the depth for long runs on images worth abstracting from, plain shortcuts otherwise.
+
+    Without skips to the decoder the deepest layer has to remember the image, and decay is never right.
+    """
+    pays = updates >= CROSSOVER_UPDATES and image_size >= SMALLEST_SIDE_TO_FADE and skips
+    return "auto" if pays else 1.0
