@@ -220,6 +220,8 @@ def test_a_changed_cell_is_trained_anew(swept):
     assert not outdated(run, replace(changed, judge=JUDGE))  # its weights still serve another judge
     assert outdated(run, changed)  # but not one who looks at checkpoints that are gone
     assert outdated(run, replace(changed, config=tiny()))
+    write_json(run / "cell.json", {**changed.to_json(), "config": {"a setting of": "another version"}})
+    assert not outdated(run, replace(changed, config=tiny()))  # nor is deleted what cannot be read
 
 
 # ---- interrupted

@@ -176,7 +176,7 @@ def outdated(run_dir: Path, cell: Cell) -> bool:
     try:
         before = cell_from_json(read_json(run_dir / "cell.json"))
     except UserError:
-        return True
+        return False  # another version's: what cannot be read is not deleted, and the engine says what it misses
     judged_before = (run_dir / "run" / "results.json").exists() and not (run_dir / "run" / "checkpoints").exists()
     return before.config != cell.config or (cell.judge.checkpoints and judged_before)
 
