@@ -10,12 +10,14 @@ from anechoic.assembly import check
 from anechoic.cli import main
 from anechoic.config import differences
 from anechoic.errors import UserError
-from anechoic.evidence import catalogue, full, pocket
+from anechoic.evidence import catalogue, crossover, full, pocket
 from anechoic.evidence.cell import Judge, is_file
 from anechoic.evidence.report import twin_of
 from anechoic.evidence.sweep import Folders, vary
 from anechoic.recipes import recipe
 from anechoic.run import write_json
+
+POCKET_GRIDS, POCKET_GROUPS = catalogue.SCALES["pocket"]
 
 EVERY = [(name, scale) for scale, (grids, _) in catalogue.SCALES.items() for name in grids]
 PAPER = ["table1", "table2", "table3a", "table3b", "table4", "fig3", "fig4", "fig5", "fig6", "fig7"]
@@ -76,9 +78,9 @@ def test_every_variant_of_a_group_is_run_and_shown_by_some_page(scale):
         assert {name for grid in grids.values() if grid.group == group for name in grid.needed()} == set(variants())
 
 
-@pytest.mark.parametrize("name", [name for name, grid in pocket.GRIDS.items() if grid.kind == "axes"])
+@pytest.mark.parametrize("name", [name for name, grid in POCKET_GRIDS.items() if grid.kind == "axes"])
 def test_the_twin_of_every_row_of_the_map_is_run_too(name):
-    grid = pocket.GRIDS[name]
+    grid = POCKET_GRIDS[name]
     assert {twin_of(row) for row in grid.rows} <= set(grid.needed())
 
 
@@ -104,14 +106,14 @@ def test_along_alpha_min_nothing_else_changes(scale):
 
 
 def test_every_axis_of_the_map_is_a_pair():
-    variants = pocket.axes_variants()
-    for name in pocket.AXES:
+    variants = crossover.axes_variants()
+    for name in crossover.AXES:
         only_alpha_differs(variants[f"{name}-alpha1"], variants[f"{name}-alpha0.6"])
     only_alpha_differs(variants["depth12-alpha1"], variants["depth12-equal"])
 
 
 def test_pictures_are_kept_of_embedded_data_only():
-    for variants in (groups() for groups in pocket.GROUPS.values()):
+    for variants in (groups() for groups in POCKET_GROUPS.values()):
         for variant in variants.values():
             if variant.judge.pictures:
                 assert not is_file(variant.config.data.source)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from anechoic import figures
-from anechoic.evidence import full, pocket
+from anechoic.evidence import catalogue, crossover, full, pocket
 from anechoic.evidence.judging import packed, unpacked
 from anechoic.evidence.reading import Records, estimate
 from anechoic.evidence.report import (
@@ -18,6 +18,8 @@ from anechoic.evidence.report import (
     write_index,
     write_page,
 )
+
+POCKET_GRIDS, _ = catalogue.SCALES["pocket"]
 
 SEEDS = (0, 1, 2)
 CHECKPOINTS = (1000, 2000, 4000)
@@ -107,9 +109,9 @@ def unrendered(monkeypatch):
 
 
 @pytest.mark.usefixtures("unrendered")
-@pytest.mark.parametrize("name", pocket.GRIDS)
+@pytest.mark.parametrize("name", POCKET_GRIDS)
 def test_every_page_has_whole_tables_and_its_pictures(name, tmp_path):
-    grid = pocket.GRIDS[name]
+    grid = POCKET_GRIDS[name]
     fill(tmp_path / "results", grid)
     text = page(grid, tmp_path / "results", tmp_path / "out")
     assert text.startswith(f"# {grid.title}\n")
@@ -129,9 +131,9 @@ def test_every_page_has_whole_tables_and_its_pictures(name, tmp_path):
 
 
 @pytest.mark.usefixtures("unrendered")
-@pytest.mark.parametrize("name", pocket.GRIDS)
+@pytest.mark.parametrize("name", POCKET_GRIDS)
 def test_a_page_without_records_says_so(name, tmp_path):
-    grid = pocket.GRIDS[name]
+    grid = POCKET_GRIDS[name]
     text = page(grid, tmp_path / "results", tmp_path / "out")
     assert f"No cell of this page has a record yet. Run `anechoic reproduce {name}`." in text
     assert "not run" in text
@@ -139,9 +141,9 @@ def test_a_page_without_records_says_so(name, tmp_path):
 
 
 @pytest.mark.usefixtures("unrendered")
-@pytest.mark.parametrize("name", pocket.GRIDS)
+@pytest.mark.parametrize("name", POCKET_GRIDS)
 def test_a_page_of_part_of_the_records_keeps_its_columns(name, tmp_path):
-    grid = pocket.GRIDS[name]
+    grid = POCKET_GRIDS[name]
     for names, seeds in (([grid.rows[-1].variant], (0,)), (grid.needed()[1:], (0, 1))):
         fill(tmp_path / "results", grid, names=names, seeds=seeds)
         text = page(grid, tmp_path / "results", tmp_path / "out")
@@ -152,7 +154,7 @@ def test_a_page_of_part_of_the_records_keeps_its_columns(name, tmp_path):
 
 def test_pages_are_the_same_bytes_again(tmp_path):
     """Of one grid of every kind, pictures and list of pages included."""
-    smallest_last = sorted(pocket.GRIDS.values(), key=lambda grid: -len(grid.metrics) * len(grid.rows))
+    smallest_last = sorted(POCKET_GRIDS.values(), key=lambda grid: -len(grid.metrics) * len(grid.rows))
     kinds = {grid.kind: grid for grid in smallest_last}
     for grid in kinds.values():
         fill(tmp_path / "results", grid)
@@ -223,7 +225,7 @@ def test_the_order_of_rows_is_said_beside_the_papers(tmp_path):
 
 @pytest.mark.usefixtures("unrendered")
 def test_each_axis_is_compared_with_its_own_twin(tmp_path):
-    grid = pocket.AXES_GRID
+    grid = crossover.AXES_GRID
     base = {"base": 30.0, "depth12": 10.0}
     for name, value in base.items():
         with_probes(tmp_path, grid, {f"{name}-alpha1": [value, value + 1], f"{name}-alpha0.6": [value + 3, value + 4]})

@@ -6,10 +6,13 @@ import difflib
 from collections.abc import Mapping
 
 from anechoic.errors import UserError
-from anechoic.evidence import full, pocket
+from anechoic.evidence import crossover, full, pocket
 from anechoic.evidence.grids import Grid, Variant
 
-SCALES = {"pocket": (pocket.GRIDS, pocket.GROUPS), "full": (full.GRIDS, full.GROUPS)}
+SCALES = {
+    "pocket": ({**pocket.GRIDS, **crossover.GRIDS}, {**pocket.GROUPS, **crossover.GROUPS}),
+    "full": (full.GRIDS, full.GROUPS),
+}
 
 
 def choose(what: str, scale: str) -> list[Grid]:
