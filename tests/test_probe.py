@@ -59,9 +59,10 @@ def test_logistic_regression_reaches_scikit_learn_s_loss_on_cifar_features(share
 
 def test_heads_fitted_together_are_those_fitted_alone():
     x, y = digits()
-    together = fit_logistic(x[:300], y[:300], regularisers=[1e-3, 1e-1])
+    # They start from different places, so they meet only where both have converged.
+    together = fit_logistic(x[:300], y[:300], regularisers=[1e-3, 1e-1], tolerance=1e-9)
     for i, r in enumerate([1e-3, 1e-1]):
-        alone = fit_logistic(x[:300], y[:300], regularisers=[r])
+        alone = fit_logistic(x[:300], y[:300], regularisers=[r], tolerance=1e-9)
         assert alone.loss.item() == pytest.approx(together.loss[i].item(), abs=1e-6)
         torch.testing.assert_close(alone.weight[0], together.weight[i], rtol=0.05, atol=2e-3)
 

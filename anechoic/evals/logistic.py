@@ -1,14 +1,14 @@
 """Converged multinomial logistic regression on cached features, for many regularisers at once.
 
-One pass over the samples gives the loss and gradient of every head as two matrix products; each head has its own
-L-BFGS. It neither extracts features nor chooses a regulariser (see probe.py).
+One pass over the samples gives the loss and gradient of a head as two matrix products; each head has its own L-BFGS,
+and starts from the heads of stronger regularisers. It neither extracts features nor chooses a regulariser (probe.py).
 Legend: n samples, D channels, C classes, R heads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ MEMORY = 10
 CHUNK_LOGITS = 2**17
 # An iteration that is expected to lower the loss by less is not worth making.
 TOLERANCE = 5e-7
+# How far along the tangent of the path of solutions the next head starts: the curve bends, so not all the way.
+TANGENT = 0.8
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def fit_logistic(
     z = torch.cat([(x - mean) @ basis, torch.ones_like(x[:, :1])], dim=1).float()
     variances = torch.cat([variances.clamp(min=0), variances.new_ones(1)]).float()
     problem = Problem(z, y, num_classes or int(y.max()) + 1, variances, torch.tensor(regularisers, device=x.device))
-    p, loss, iterations = minimise(problem, max_iterations=max_iterations, tolerance=tolerance)
+    p, loss, iterations = follow_path(problem, max_iterations=max_iterations, tolerance=tolerance)
     weight = torch.einsum("dj,rjc->rcd", basis, p[:, :-1].double())
     bias = p[:, -1].double() - weight @ mean
     return LogisticFit(weight.float(), bias.float(), loss, iterations)
@@ -121,18 +123,44 @@ class Problem:
         return 1 / (self.variances[:, None] * curvature[:, None].clamp(min=1e-6) + regularisers[:, :, None])
 
 
-def minimise(problem: Problem, *, max_iterations: int, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
+def follow_path(problem: Problem, *, max_iterations: int, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The heads from the strongest regulariser to the weakest, each starting where the two before it point to.
+
+    In the logarithm of the regulariser the solutions lie on a smooth curve, and a point ahead on its tangent is so near
+    the next solution that a third of the evaluations suffices. Every head is still minimised to the tolerance.
+    """
+    R = len(problem.regularisers)
+    result = problem.z.new_zeros(R, problem.z.shape[1], problem.num_classes)
+    losses, iterations = result.new_zeros(R, dtype=torch.float64), torch.zeros(R, dtype=torch.long)
+    logarithms = problem.regularisers.double().log().tolist()
+    order = sorted(range(R), key=lambda head: -logarithms[head])
+    for k, head in enumerate(order):
+        start = result[order[k - 1] : order[k - 1] + 1] if k else result[:1]
+        if k > 1:
+            before, last = order[k - 2], order[k - 1]
+            gap = logarithms[before] - logarithms[last]
+            ahead = (logarithms[last] - logarithms[head]) / gap if gap > 0 else 0.0
+            start = start + TANGENT * min(ahead, 1.0) * (result[last] - result[before])
+        one = replace(problem, regularisers=problem.regularisers[head : head + 1])
+        found = minimise(one, start, max_iterations=max_iterations, tolerance=tolerance)
+        result[head], losses[head], iterations[head] = (value[0] for value in found)
+    return result, losses, iterations
+
+
+def minimise(
+    problem: Problem, start: Tensor, *, max_iterations: int, tolerance: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """L-BFGS of every head side by side; a head leaves when its next step promises less than the tolerance."""
-    R, D = len(problem.regularisers), problem.z.shape[1]
+    R = len(problem.regularisers)
     heads = torch.arange(R, device=problem.z.device)
-    p = problem.z.new_zeros(R, D, problem.num_classes)
+    p = start
     result, losses, iterations = p.clone(), p.new_zeros(R, dtype=torch.float64), heads.new_zeros(R)
     loss, gradient, curvature = problem.evaluate(p, heads)
     history: list[tuple[Tensor, Tensor]] = []
     stuck = torch.zeros_like(heads, dtype=torch.bool)
     for iteration in range(max_iterations + 1):
-        start = problem.preconditioner(curvature, heads)
-        direction = -quasi_newton(gradient, history, start)
+        diagonal = problem.preconditioner(curvature, heads)
+        direction = -quasi_newton(gradient, history, diagonal)
         slope = dot(gradient, direction)
         going = (-slope / 2 > tolerance * loss.clamp(min=1)) & ~stuck & (iteration < max_iterations)
         result[heads], losses[heads], iterations[heads] = p, loss, iteration
