@@ -16,7 +16,7 @@ from anechoic.shortcut import alpha_min_for, effective_decay, linear
 
 # ---- one thing changed
 
-LONG_SAMPLES = 128_000
+LONG_SAMPLES = 512_000
 # Samples seen at the checkpoints of the long runs, which have a constant learning rate: each is the end of a run too.
 LENGTHS = tuple(LONG_SAMPLES * i // 8 // 128 * 128 for i in range(1, 9))
 
