@@ -189,6 +189,17 @@ FIG5 = Grid(
 )
 
 
+BLOCKS = Grid(
+    name="blocks",
+    title="The map: accuracy after every block",
+    claim="Fading shortcuts let features become abstract with depth.",
+    group="mae",
+    rows=[row for row in TABLE2.rows if row.variant in ("alpha1", "alpha0.8", "alpha0.6")],
+    metrics=PROBES,
+    baseline="alpha1",
+    kind="blocks",
+)
+
 # ---- diffusion: Table 4
 
 UVIT_ALPHAS = (1.0, 0.8, 0.7, 0.6)
@@ -405,5 +416,6 @@ GRIDS = {
         FIG6,
         FIG7,
         STABILITY,
+        BLOCKS,
     )
 }

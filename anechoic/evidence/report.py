@@ -223,6 +223,31 @@ def layers_body(grid: Grid, records: Records, out: Path) -> list[str]:
     return [*lines, "", f"![{grid.title}]({grid.name}.png)"]
 
 
+def blocks_body(grid: Grid, records: Records, out: Path) -> list[str]:
+    """Accuracy after every block, and what each row is ahead of the baseline at the same block."""
+    panels = {"layers.mean.knn": "k-NN, mean token (%)", "layers.class.knn": "k-NN, class token (%)"}
+    curves = {
+        title: {
+            row.label: [(float(i), e.mean, e.half or 0.0) for i, e in enumerate(records.curve(row.variant, key))]
+            for row in grid.rows
+        }
+        for key, title in panels.items()
+    }
+    figures.draw_estimates(curves, out / grid.name, xlabel="block (0: embedding)")
+    depth = max((len(points) for points in curves["k-NN, mean token (%)"].values()), default=0)
+    lines = []
+    for key, title in panels.items():
+        lines += [line([f"{title}, after block", *map(str, range(depth))]), line(["---"] * (depth + 1))]
+        for row in grid.rows:
+            cells = [str(e) for e in records.curve(row.variant, key)] or ["not run"] * depth
+            lines.append(line([row.label, *cells]))
+            if row.variant != grid.baseline:
+                gaps = [records.difference(row.variant, grid.baseline, f"{key}.{i}") for i in range(depth)]
+                lines.append(line(["its lead at the same block", *(f"{signed(e)}" if e.n else "" for e in gaps)]))
+        lines.append("")
+    return [*lines, f"![{grid.title}]({grid.name}.png)"]
+
+
 def norms_body(grid: Grid, records: Records, out: Path) -> list[str]:
     """The norm of the last block's tokens over training, with and without zero-initialised branches."""
     curves: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
@@ -382,6 +407,7 @@ BODIES = {
     "dynamics": dynamics_body,
     "layers": layers_body,
     "norms": norms_body,
+    "blocks": blocks_body,
     "length": length_body,
     "axes": axes_body,
     "pictures": pictures_body,
