@@ -234,7 +234,7 @@ def blocks_body(grid: Grid, records: Records, out: Path) -> list[str]:
         for key, title in panels.items()
     }
     figures.draw_estimates(curves, out / grid.name, xlabel="block (0: embedding)")
-    depth = max((len(points) for points in curves["k-NN, mean token (%)"].values()), default=0)
+    depth = max(1, *(len(points) for points in curves["k-NN, mean token (%)"].values()))
     lines = []
     for key, title in panels.items():
         lines += [line([f"{title}, after block", *map(str, range(depth))]), line(["---"] * (depth + 1))]
