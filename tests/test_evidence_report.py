@@ -33,7 +33,10 @@ def fake_metrics(rng):
     return {
         "diverged": False,
         **{key: round(float(rng.uniform(20, 80)), 3) for key in plain},
-        "layers": {"mean": {"entropy": [round(float(x), 3) for x in rng.uniform(1, 5, 4)]}},
+        "layers": {
+            token: {name: [round(float(x), 3) for x in rng.uniform(1, 5, 4)] for name in ("entropy", "knn")}
+            for token in ("mean", "class")
+        },
         "over_time": [
             {"seen": seen, **{key: float(rng.uniform(20, 80)) for key in [*keys, "entropy_mean", "entropy_class"]}}
             for seen in CHECKPOINTS
