@@ -87,7 +87,7 @@ def length_variants() -> dict[str, Variant]:
 LENGTH = Grid(
     name="length",
     title="The map: training length",
-    claim="Somewhere between the shortest run and the paper's 98,000 updates the sign of the difference turns.",
+    claim="",
     group="length",
     rows=[Row(f"alpha_min {alpha:g}", f"alpha{alpha:g}") for alpha in PAIR],
     metrics=PROBES,
