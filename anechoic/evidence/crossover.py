@@ -11,7 +11,7 @@ from typing import Any
 
 from anechoic.evidence.cell import Judge
 from anechoic.evidence.grids import Grid, Row, Variant
-from anechoic.evidence.pocket import JUDGE, MAP_SAMPLES, PAIR, PROBES, mae
+from anechoic.evidence.pocket import JUDGE, MAP_SAMPLES, PAIR, PROBES, TEST, TRAIN, mae
 from anechoic.shortcut import alpha_min_for, effective_decay, linear
 
 # ---- one thing changed
@@ -164,10 +164,39 @@ SEARCH = Grid(
 )
 
 
+# ---- the first third of a deep encoder
+
+EARLY = 4  # of 12 blocks: fixed before the runs, where a prototype on other images was furthest ahead
+EARLY_SAMPLES = 160_000
+
+
+def early_variants() -> dict[str, Variant]:
+    """The paper's depth on patches of 4: is the stream more abstract where little of it has been taken away yet?"""
+    judge = Judge(TRAIN, TEST, probe_layers=(2, 3, EARLY, 5, 6))
+    settings: dict[str, Any] = {"patch_size": 4, "depth": 12, "batch": 64, "lr": 7e-4, "samples": EARLY_SAMPLES}
+    return {f"alpha{alpha:g}": Variant(mae(alpha, **settings), judge) for alpha in PAIR}
+
+
+EARLY_GRID = Grid(
+    name="early",
+    title="The map: the first third of a deep encoder",
+    claim="",
+    group="early",
+    rows=[Row(f"alpha_min {alpha:g}", f"alpha{alpha:g}") for alpha in PAIR],
+    metrics={
+        f"layers.mean.knn.{EARLY}": f"k-NN after block {EARLY}",
+        f"probe_layers.{EARLY}": f"linear probe after block {EARLY}",
+        **PROBES,
+    },
+    baseline="alpha1",
+    kind="blocks",
+)
+
 GROUPS: dict[str, Callable[[], dict[str, Variant]]] = {
     "length": length_variants,
+    "early": early_variants,
     "axes": axes_variants,
     "remedies": remedy_variants,
     "search": search_variants,
 }
-GRIDS = {grid.name: grid for grid in (LENGTH, AXES_GRID, REMEDY_GRID, SEARCH)}
+GRIDS = {grid.name: grid for grid in (LENGTH, EARLY_GRID, AXES_GRID, REMEDY_GRID, SEARCH)}
