@@ -43,7 +43,7 @@ from anechoic.models.layers import choose_path
 from anechoic.objectives import Objective, make_objective
 from anechoic.optim import AveragedWeights, gradient_norm, learning_rate, set_learning_rate
 from anechoic.outcome import Outcome
-from anechoic.process import Stop, catch_signals, reproducible
+from anechoic.process import Stop, catch_signals, reproducible, settle_garbage
 from anechoic.progress import Progress
 from anechoic.run import Run, read_json, read_metrics
 from anechoic.shortcut import FadeIn
@@ -164,6 +164,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
         )
         clock, clock_seen = time.perf_counter(), seen
         started = clock
+        settled = False
         model.train()
 
         while True:
@@ -238,6 +239,9 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
             for name, value in values.items():
                 sums[name] = sums.get(name, 0.0) + value
             sums["count"] += 1
+            if not settled:
+                settle_garbage()
+                settled = True
             progress.advance(optim.batch_size, loss=values["loss"])
 
         # The end: the weights as a model directory, and what the run came to.

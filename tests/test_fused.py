@@ -116,3 +116,26 @@ def test_frozen_weights_and_inputs_get_no_gradient():
     assert block.mlp.fc1.weight.grad is None
     assert block.mlp.fc2.weight.grad is not None
     assert x.grad is not None
+
+
+@pytest.mark.parametrize("tokens", [5, 90])  # attention as products, and as torch's own kernel
+def test_compiled_blocks_compute_the_same_through_the_opaque_product(tokens):
+    torch.manual_seed(0)
+    block = Block(24, 3).train()
+    x = torch.randn(2, tokens, 24, requires_grad=True)
+    rows = torch.arange(3).expand(2, 3)
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    for arguments in ((x,), (x, rows)):
+        expected = torch.autograd.grad(block(*arguments).square().sum(), [x, *block.parameters()])
+        with torch.profiler.profile() as profile:
+            found = torch.autograd.grad(compiled(*arguments).square().sum(), [x, *block.parameters()])
+        assert any(event.key == "anechoic::product" for event in profile.key_averages()) == (fused._onednn is not None)
+        for one, other in zip(found, expected, strict=True):
+            assert (one - other).norm() <= 1e-5 * other.norm()
+
+
+def test_an_exported_block_needs_nothing_of_ours():
+    block = Block(24, 3).train()
+    for strict in (True, False):
+        graph = torch.export.export(block, (torch.randn(2, 5, 24),), strict=strict).graph
+        assert not any("anechoic" in str(node.target) for node in graph.nodes)

@@ -94,7 +94,6 @@ def test_compile_and_export(case):
     torch.testing.assert_close(outputs(exported.module(), *arguments), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # raised inside torch
 def test_compile_trains_with_the_default_backend():
     """The real code generator, once, on the model that matters most; forward and gradients."""
     model = make("mae", alpha_min=0.6).train()

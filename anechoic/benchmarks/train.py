@@ -1,8 +1,9 @@
 """A step of training a masked autoencoder beside transformers' ViTMAE, and beside the machine's own GEMM rate.
 
 The same architecture (the original MAE), batch, mask ratio and precision; a step is forward, backward and AdamW. The
-peer gets one or two threads, whichever is faster; ours one process of two threads or two of one that average gradients,
-and the row says which. The limit is a product of large matrices in the same arrangement of processes and threads.
+peer gets one or two threads, whichever is faster; ours one process of two threads or two of one that average
+gradients, at the small sizes also compiled, and the row says which. The limit is a product of large matrices in the
+same arrangement of processes and threads.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Work:
     patch: int = 4
     image: int = 32
     peer_on_one_thread: bool = True
+    compiled: bool = False  # ours runs compiled too: where products do not fill the step
 
     def model_options(self, **others: Any) -> dict[str, Any]:
         """As build_model takes them."""
@@ -61,8 +63,8 @@ class Work:
         )
 
 
-SMALLEST = Work("smallest", dim=96, heads=3, decoder_dim=48, decoder_heads=3, batch=64)
-POCKET = Work("pocket", dim=192, heads=3, decoder_dim=96, decoder_heads=3, batch=128)
+SMALLEST = Work("smallest", dim=96, heads=3, decoder_dim=48, decoder_heads=3, batch=64, compiled=True)
+POCKET = Work("pocket", dim=192, heads=3, decoder_dim=96, decoder_heads=3, batch=128, compiled=True)
 LARGE: dict[str, Any] = {"decoder_dim": 512, "decoder_heads": 16, "decoder_depth": 8, "patch": 16, "image": 224}
 SMALL = Work("ViT-S/16", dim=384, heads=6, batch=16, **LARGE)
 BASE = Work("ViT-B/16", dim=768, heads=12, batch=8, peer_on_one_thread=False, **LARGE)  # hopeless and long there
@@ -82,7 +84,7 @@ def run(options: Options) -> list[dict[str, Any]]:
 # ---- the steps, each made in the contestant's own process
 
 
-def ours(place: Place, work: Work, options: dict[str, Any], plain: bool) -> Step:
+def ours(place: Place, work: Work, options: dict[str, Any], plain: bool, compiled: bool = False) -> Step:
     """What the engine does between two batches, with the parts it is made of."""
     import torch
 
@@ -91,7 +93,7 @@ def ours(place: Place, work: Work, options: dict[str, Any], plain: bool) -> Step
     from anechoic.distributed import average_gradients, parallel
     from anechoic.models import build_model
     from anechoic.models.layers import choose_path
-    from anechoic.process import keep_freed_memory
+    from anechoic.process import keep_freed_memory, settle_garbage
 
     if not plain:
         keep_freed_memory()
@@ -99,7 +101,7 @@ def ours(place: Place, work: Work, options: dict[str, Any], plain: bool) -> Step
     model = build_model("mae_tiny_patch4", **work.model_options(**options)).train()
     choose_path(model, plain=plain)
     optimizer = make_optimizer(model, OptimConfig(batch_size=work.batch))
-    trained = parallel(place, model)
+    trained = parallel(place, torch.compile(model) if compiled else model)
     images = torch.randn(work.batch // place.world_size, 3, work.image, work.image)
 
     def step() -> None:
@@ -108,6 +110,9 @@ def ours(place: Place, work: Work, options: dict[str, Any], plain: bool) -> Step
         optimizer.step()
         optimizer.zero_grad()
 
+    if not plain:
+        step()
+        settle_garbage()
     return step
 
 
@@ -174,13 +179,17 @@ def against_peer(work: Work, *, rounds: int, plain: bool = False) -> dict[str, A
     entries = {}
     for processes, threads in arrangements(work.batch):
         entries[f"ours, {named(processes, threads)}"] = Entry(ours, (work, options, plain), processes, threads)
+        if work.compiled and processes > 1:
+            entries[f"ours compiled, {named(processes, threads)}"] = Entry(
+                ours, (work, options, plain, True), processes, threads
+            )
         entries[f"limit, {named(processes, threads)}"] = Entry(product, (), processes, threads)
     for threads in {1, arrangements(work.batch)[0][1]} if work.peer_on_one_thread else {arrangements(work.batch)[0][1]}:
         entries[f"transformers, {named(1, threads)}"] = Entry(theirs, (work,), 1, threads)
     timing, memory = contest(entries, rounds=rounds)
     best = fastest(timing, [name for name in entries if name.startswith("ours")])
     peer = fastest(timing, [name for name in entries if name.startswith("transformers")])
-    limit = best.replace("ours", "limit")
+    limit = best.replace("ours compiled", "ours").replace("ours", "limit")
     gemm = 2.0 * GEMM_SIDE**3 * entries[limit].processes / min(timing.seconds[limit])
     config: Any = model_config("mae_tiny_patch4", **work.model_options(**options))
     line = row(

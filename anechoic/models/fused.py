@@ -2,8 +2,8 @@
 
 The same mathematics as the modules in layers.py, which remain the reference; what is saved is time: products run in the
 faster of two libraries, sums are made in place, and the shortcut joins the branch's own output instead of a new tensor.
-Whatever these functions do not cover (accelerators, autocast, compilation, hooks inside a block, drop path, learned
-factors) takes the plain path.
+Whatever these functions do not cover (accelerators, autocast, hooks inside a block, drop path, learned factors) takes
+the plain path.
 Legend: B batch, N tokens, M asked-for tokens, D width, H heads, T = B * N.
 """
 
@@ -24,6 +24,14 @@ _attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.def
 _attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _norm_backward: Any = torch.ops.aten.native_layer_norm_backward.default
 _gelu_backward: Any = torch.ops.aten.gelu_backward.grad_input
+# Compiled, and with at most so many numbers in a head's row of queries and weights, attention is faster as products.
+SHORT = 96
+# The compiler knows oneDNN's product for constant weights only, so it is given one that it does not look into.
+_library = torch.library.Library("anechoic", "FRAGMENT")
+_library.define("product(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_library.impl("product", lambda x, weight, bias: _onednn(x, weight, bias, "none", [], ""), "CPU")
+torch.library.register_fake("anechoic::product", lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]))
+_opaque: Any = torch.ops.anechoic.product.default
 
 
 def covers(block: Any, x: Tensor) -> bool:
@@ -32,12 +40,8 @@ def covers(block: Any, x: Tensor) -> bool:
         torch.is_grad_enabled()
         and x.device.type == "cpu"
         and x.dtype == torch.float32
-        and type(x) is Tensor
         and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
-        and not torch._C._are_functorch_transforms_active()
-        and not torch._C._len_torch_dispatch_stack()
+        and (is_compiled() or is_ordinary(x))
         and (block.drop_path.rate == 0 or not block.training)
     ):
         return False
@@ -56,9 +60,27 @@ def covers(block: Any, x: Tensor) -> bool:
     )
 
 
+def is_compiled() -> bool:
+    """Whether torch.compile traces this to run it here; what is exported must need nothing of ours."""
+    return torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
+
+
+def is_ordinary(x: Tensor) -> bool:
+    """Whether x holds numbers and nobody watches what is done with them."""
+    return not (
+        type(x) is not Tensor
+        or torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+    )
+
+
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (T, K) times the transpose of weight (N, K), plus bias (N)."""
     if _onednn is not None:
+        if is_compiled():
+            return _opaque(x, weight, bias)
         return _onednn(x, weight, bias, "none", [], "")
     return torch.mm(x, weight.T) if bias is None else torch.addmm(bias, x, weight.T)
 
@@ -66,7 +88,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
     """Of a linear map's weight (N, K), from its output's gradient (T, N) and its input x (T, K)."""
     if _onednn is not None and gradient.shape[1] < x.shape[1]:
-        return _onednn(gradient.T, x.T, None, "none", [], "")
+        return product(gradient.T, x.T)
     return torch.mm(gradient.T, x)
 
 
@@ -135,7 +157,7 @@ class AttentionBranch(torch.autograd.Function):
             first, others = (None, None) if bias is None else (bias[:D], bias[D:])
             (q,) = split(product(asked, weight[:D], first), B, 1, heads)
             k, v = split(product(inner, weight[D:], others), B, 2, heads)
-        heard, logsumexp = _attention(q, k, v)
+        heard, memory = attend(q, k, v)
         mixed = heard.transpose(1, 2).reshape(-1, D)
         ctx.save_for_backward(
             flat,
@@ -148,7 +170,7 @@ class AttentionBranch(torch.autograd.Function):
             k,
             v,
             heard,
-            logsumexp,
+            memory,
             norm_weight,
             norm_bias,
             weight,
@@ -162,7 +184,7 @@ class AttentionBranch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, outer: Tensor) -> tuple:
         heads, _, alpha, beta = ctx.settings
-        flat, mean, deviation, inner, asked, index, q, k, v, heard, logsumexp, *weights = ctx.saved_tensors
+        flat, mean, deviation, inner, asked, index, q, k, v, heard, memory, *weights = ctx.saved_tensors
         norm_weight, norm_bias, weight, proj_weight = weights
         B, D = outer.shape[0], outer.shape[2]
         outer = outer.reshape(-1, D)
@@ -170,8 +192,7 @@ class AttentionBranch(torch.autograd.Function):
         of_proj_weight = weight_gradient(gradient, heard.transpose(1, 2).reshape(-1, D))
         of_proj_bias = gradient.sum(0)
         of_heard = product(gradient, proj_weight.T).view(B, -1, heads, D // heads).transpose(1, 2)
-        parts = _attention_backward(of_heard, q, k, v, heard, logsumexp, 0.0, False)
-        of_parts = [part.transpose(1, 2).reshape(-1, D) for part in parts]
+        of_parts = [part.transpose(1, 2).reshape(-1, D) for part in through_attention(of_heard, q, k, v, heard, memory)]
         if index is None:
             of_qkv = torch.cat(of_parts, dim=1)
             of_weight, of_bias = weight_gradient(of_qkv, inner), of_qkv.sum(0)
@@ -197,6 +218,23 @@ class AttentionBranch(torch.autograd.Function):
             of_proj_weight,
             of_proj_bias,
         )
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """q (B, H, M, D/H), k and v (B, H, N, D/H) -> what is heard (B, H, M, D/H), and what its gradient needs."""
+    if is_compiled() and q.shape[3] + k.shape[2] <= SHORT:
+        weights = torch.softmax((q @ k.transpose(2, 3)) * q.shape[3] ** -0.5, dim=-1)
+        return weights @ v, weights
+    return _attention(q, k, v)
+
+
+def through_attention(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, heard: Tensor, memory: Tensor) -> Any:
+    """Attention's gradients: q, k, v."""
+    if memory.dim() == 3:
+        return _attention_backward(gradient, q, k, v, heard, memory, 0.0, False)
+    of_scores = memory * (gradient @ v.transpose(2, 3) - (gradient * heard).sum(-1, keepdim=True))
+    of_scores = of_scores * q.shape[3] ** -0.5
+    return of_scores @ k, of_scores.transpose(2, 3) @ q, memory.transpose(2, 3) @ gradient
 
 
 def split(x: Tensor, batch: int, parts: int, heads: int) -> tuple[Tensor, ...]:
