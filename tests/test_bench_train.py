@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 from pathlib import Path
 
 import pytest
@@ -57,12 +56,12 @@ def test_our_step_does_less_than_the_plain_algorithm():
     assert 0 < counter.get_total_flops() < step_flops(model.config, len(images))
 
 
-def test_the_interval_of_a_mean_ratio():
-    ours, peer = [1.0, 1.0, 1.0, 1.0], [2.0, 8.0, 2.0, 8.0]
-    mean, low, high = train.mean_ratio(Timing({"ours": ours, "peer": peer}), "peer", ours="ours")
-    error = math.log(2) * math.sqrt(4 / 3) / 2
-    assert mean == pytest.approx(4)
-    assert (low, high) == (pytest.approx(4 * math.exp(-1.96 * error)), pytest.approx(4 * math.exp(1.96 * error)))
+def test_the_interval_of_a_median_ratio():
+    ours, peer = [1.0] * 25, [float(i) for i in range(1, 26)]
+    median, low, high = train.median_ratio(Timing({"ours": ours, "peer": peer}), "peer", ours="ours")
+    # The 8th and the 18th of 25: fewer than 8 heads, or more than 17, in 25 tosses have a chance of 4.3 %.
+    assert (median, low, high) == (13, 8, 18)
+    assert train.median_ratio(Timing({"ours": [1.0], "peer": [2.0]}), "peer", ours="ours") == (2, 2, 2)
 
 
 TINY = train.Work("tiny", dim=24, heads=3, decoder_dim=16, decoder_heads=2, batch=4, depth=2, decoder_depth=1)

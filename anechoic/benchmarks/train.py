@@ -78,7 +78,7 @@ def run(options: Options) -> list[dict[str, Any]]:
     except ImportError as error:
         raise UserError('This benchmark needs an extra package: pip install "anechoic[bench]".') from error
     rows = [against_peer(work, rounds=options.rounds, plain=options.plain) for work in WORKS]
-    return [*rows, decayed_against_residual(replace(POCKET, batch=32), plain=options.plain)]
+    return [*rows, decayed_against_residual(replace(POCKET, batch=32), pairs=PAIRS, plain=options.plain)]
 
 
 # ---- the steps, each made in the contestant's own process
@@ -206,7 +206,7 @@ def against_peer(work: Work, *, rounds: int, plain: bool = False) -> dict[str, A
     return line | {"ours_name": best, "gemm_flops": gemm, "contestants": everyone}
 
 
-def decayed_against_residual(work: Work, *, plain: bool = False, pairs: int = PAIRS) -> dict[str, Any]:
+def decayed_against_residual(work: Work, *, pairs: int, plain: bool = False) -> dict[str, Any]:
     """The network with fading shortcuts beside the same one with plain shortcuts; low and high are the 95 % interval
     of the median ratio, not the range."""
     processes, threads = arrangements(work.batch)[-1]
