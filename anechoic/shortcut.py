@@ -23,6 +23,8 @@ Schedule = Callable[..., list[float]]
 EFFECTIVE_DECAY = 3.6e-3
 # Shallow networks would need an alpha_min that hardly lets anything through; "auto" stops here.
 SMALLEST_AUTO = 0.5
+# The schedule "stopped" leaves at least this share of the input in the stream.
+KEPT = 0.4
 SQRT_HALF = math.sqrt(0.5)
 
 
@@ -44,7 +46,19 @@ def constant(n: int, alpha_min: AlphaMin = 0.6) -> list[float]:
     return [resolve_alpha_min(alpha_min, n, schedule=constant)] * n
 
 
-SCHEDULES: dict[str, Schedule] = {"linear": linear, "cosine": cosine, "constant": constant}
+def stopped(n: int, alpha_min: AlphaMin = 0.6) -> list[float]:
+    """As linear, up to the last branch at which the product of all alphas is still KEPT; 1 from there on.
+
+    Decay where short trainings profit from it, plain shortcuts in the deep part. (Not in the paper.)
+    """
+    left, factors = 1.0, []
+    for alpha in _between(n, alpha_min, stopped, lambda k: 1 - k):
+        factors.append(alpha if left * alpha >= KEPT else 1.0)
+        left *= factors[-1]
+    return factors
+
+
+SCHEDULES: dict[str, Schedule] = {"linear": linear, "cosine": cosine, "constant": constant, "stopped": stopped}
 
 
 def _between(n: int, alpha_min: AlphaMin, schedule: Schedule, weight: Callable[[float], float]) -> list[float]:

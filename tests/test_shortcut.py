@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anechoic import Shortcut, alpha_min_for, constant, cosine, effective_decay, linear
-from anechoic.shortcut import FORMS, SQRT_HALF, shortcut_factors
+from anechoic.shortcut import FORMS, KEPT, SQRT_HALF, shortcut_factors, stopped
 
 # The 24 alphas of a ViT-B at alpha_min 0.6, by block: attention, MLP, product so far.
 TABLE = """
@@ -73,6 +73,18 @@ def test_schedules_fall_from_exactly_1_to_exactly_alpha_min(n, alpha_min, schedu
     assert alphas[0] == 1.0
     assert alphas[-1] == alpha_min
     assert all(a >= b - 1e-15 for a, b in pairwise(alphas))
+
+
+@given(n=st.integers(1, 100), alpha_min=st.floats(0.05, 1.0))
+def test_a_stopped_schedule_leaves_its_share_of_the_input(n, alpha_min):
+    alphas, whole = stopped(n, alpha_min), linear(n, alpha_min)
+    assert effective_decay(alphas) >= KEPT
+    kept = [alpha == other for alpha, other in zip(alphas, whole, strict=True)]
+    decayed = alphas.index(1.0, 1) if 1.0 in alphas[1:] else n
+    assert all(kept[:decayed])
+    assert set(alphas[decayed:]) <= {1.0}
+    if decayed < n and alpha_min < 1:
+        assert effective_decay(whole[: decayed + 1]) < KEPT
 
 
 def test_schedules_in_closed_form():

@@ -23,7 +23,7 @@ from anechoic.errors import UserError
 PEERS = ("transformers", "pillow", "torch")
 MODEL: dict[str, Any] = {"dim": 384, "depth": 12, "num_heads": 6}
 SIZE, MARGIN = 224, 256
-IMAGES, PEER_BATCHES = 32, (4,)
+IMAGES, PEER_BATCHES = 128, (4,)
 WORKERS = (0, 2)
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 

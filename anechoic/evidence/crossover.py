@@ -12,7 +12,7 @@ from typing import Any
 from anechoic.evidence.cell import Judge
 from anechoic.evidence.grids import Grid, Row, Variant
 from anechoic.evidence.pocket import JUDGE, MAP_SAMPLES, PAIR, PROBES, TEST, TRAIN, mae
-from anechoic.shortcut import alpha_min_for, effective_decay, linear
+from anechoic.shortcut import KEPT, alpha_min_for, effective_decay, linear
 
 # ---- one thing changed
 
@@ -99,8 +99,13 @@ LENGTH = Grid(
 REMEDIES: dict[str, tuple[str, dict[str, Any]]] = {
     "product0.4": (
         "decay until 0.4 of the input is left",
-        {"alpha_min": round(alpha_min_for(12, effective_decay=0.4), 3)},
+        {"alpha_min": round(alpha_min_for(12, effective_decay=KEPT), 3)},
     ),
+    "stopped": (
+        "as alpha_min 0.6 until 0.4 of the input is left, then plain",
+        {"alpha_min": 0.6, "schedule": "stopped"},
+    ),
+    "skip-norm": ("normalised skip inputs", {"alpha_min": 0.6, "skip_norm": True}),
     "cosine": ("cosine schedule, alpha_min 0.6", {"alpha_min": 0.6, "schedule": "cosine"}),
     "constant": ("the same alpha everywhere, 0.9", {"alpha_min": 0.9, "schedule": "constant"}),
     "learnable": ("learnable alpha, starting at the schedule", {"alpha_min": 0.6, "form": "learnable"}),
@@ -189,7 +194,7 @@ EARLY_GRID = Grid(
         **PROBES,
     },
     baseline="alpha1",
-    kind="blocks",
+    kind="early",
 )
 
 GROUPS: dict[str, Callable[[], dict[str, Variant]]] = {

@@ -248,6 +248,17 @@ def blocks_body(grid: Grid, records: Records, out: Path) -> list[str]:
     return [*lines, f"![{grid.title}]({grid.name}.png)"]
 
 
+def early_body(grid: Grid, records: Records, out: Path) -> list[str]:
+    """The layer that was chosen beforehand, then all of them."""
+    return [
+        *measured_table(grid, records),
+        "",
+        *difference_table(grid, records),
+        "",
+        *blocks_body(grid, records, out),
+    ]
+
+
 def norms_body(grid: Grid, records: Records, out: Path) -> list[str]:
     """The norm of the last block's tokens over training, with and without zero-initialised branches."""
     curves: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
@@ -408,6 +419,7 @@ BODIES = {
     "layers": layers_body,
     "norms": norms_body,
     "blocks": blocks_body,
+    "early": early_body,
     "length": length_body,
     "axes": axes_body,
     "pictures": pictures_body,
