@@ -213,22 +213,31 @@ def draw_dynamics(found: Mapping[str, Sequence[Mapping[str, Any]]], path: str | 
 
 @styled
 def draw_growth(rows: Sequence[Mapping[str, Any]], path: str | Path) -> list[Path]:
-    """Rows of `bench growth`: the seconds of a step along each axis, beside a line that grows as the products do."""
-    names = [name for name in dict.fromkeys(row["axis"] for row in rows) if name != "cores"]
-    figure, axes = panels(1, len(names), width=2.6, height=2.6)
+    """Rows of `bench growth`: images a second along each axis, beside a line that falls as the matrix products say."""
+    names = list(dict.fromkeys(row["axis"] for row in rows))
+    figure, axes = panels(1, len(names), width=2.3, height=2.6)
     for axis, name in zip(axes[0], names, strict=True):
         own = [row for row in rows if row["axis"] == name]
+        speeds = [row["items"] / row["ours"] for row in own]
+        if name == "cores":
+            axis.bar([row["label"].replace(" of ", "\nof ") for row in own], speeds, color=SHADES[0], width=0.6)
+            axis.tick_params(axis="x", labelsize=6)
+            continue
         sizes = [row["value"] for row in own]
-        axis.plot(sizes, [row["ours"] for row in own], **line_style(0), label="measured")
+        axis.plot(sizes, speeds, **line_style(0), label="measured")
         # The line meets the last point, where overhead weighs least.
         products = [own[-1]["ours"]]
         for later, row in zip(own[:0:-1], own[-2::-1], strict=True):
             products.insert(0, products[0] * (row["value"] / later["value"]) ** later["expected"])
-        axis.plot(sizes, products, color=SHADES[3], linestyle="--", linewidth=1, label="as the matrix products")
+        expected = [row["items"] / seconds for row, seconds in zip(own, products, strict=True)]
+        axis.plot(sizes, expected, color=SHADES[3], linestyle="--", linewidth=1, label="as the matrix products")
         axis.set(xscale="log", yscale="log", xlabel=name)
         axis.set_xticks(sizes, [f"{size:g}" for size in sizes])
+        seen = [*speeds, *expected]
+        marks = [m * 10**e for e in range(6) for m in (1, 2, 5) if min(seen) / 1.5 <= m * 10**e <= max(seen) * 1.5]
+        axis.set_yticks(marks, [f"{mark:g}" for mark in marks])
         axis.minorticks_off()
-    axes[0, 0].set_ylabel("seconds of a training step")
+    axes[0, 0].set_ylabel("images a second")
     legend_below(figure, axes[0, 0])
     return save(figure, path)
 
