@@ -78,9 +78,13 @@ AXES_GRID = Grid(
 
 def length_variants() -> dict[str, Variant]:
     judge = replace(JUDGE, checkpoints=True)
+
+    def long(alpha: float, **settings: Any) -> Variant:
+        return Variant(mae(alpha, samples=LONG_SAMPLES, constant_lr=True, checkpoints=8, **settings), judge)
+
     return {
-        f"alpha{alpha:g}": Variant(mae(alpha, samples=LONG_SAMPLES, constant_lr=True, checkpoints=8), judge)
-        for alpha in PAIR
+        **{f"alpha{alpha:g}": long(alpha) for alpha in (1.0, 0.8, 0.6)},
+        "stopped": long(0.6, schedule="stopped"),
     }
 
 
@@ -93,6 +97,20 @@ LENGTH = Grid(
     metrics=PROBES,
     baseline="alpha1",
     kind="length",
+)
+
+LONG_BLOCKS = Grid(
+    name="long-blocks",
+    title="The map: accuracy after every block of the long runs",
+    claim="",
+    group="length",
+    rows=[
+        *(Row(f"alpha_min {alpha:g}", f"alpha{alpha:g}") for alpha in (1.0, 0.8, 0.6)),
+        Row("as alpha_min 0.6 until 0.4 of the input is left, then plain", "stopped"),
+    ],
+    metrics=PROBES,
+    baseline="alpha1",
+    kind="early",
 )
 
 # name -> (in words, settings): what might let a short run profit from decay
@@ -204,4 +222,4 @@ GROUPS: dict[str, Callable[[], dict[str, Variant]]] = {
     "remedies": remedy_variants,
     "search": search_variants,
 }
-GRIDS = {grid.name: grid for grid in (LENGTH, EARLY_GRID, AXES_GRID, REMEDY_GRID, SEARCH)}
+GRIDS = {grid.name: grid for grid in (LENGTH, LONG_BLOCKS, EARLY_GRID, AXES_GRID, REMEDY_GRID, SEARCH)}
