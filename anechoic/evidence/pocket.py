@@ -228,9 +228,9 @@ def uvit_cifar(alpha_min: float) -> Config:
         data=replace(base.data, source=TRAIN, workers=0),
         model=ModelConfig("uvit_small", options),
         shortcut=ShortcutConfig(alpha_min=alpha_min),
-        optim=replace(base.optim, batch_size=64, samples=19_200, warmup=0.05, ema=0.99),
-        watch=WatchConfig(every=19_200),
-        save=SaveConfig(every=9600),
+        optim=replace(base.optim, batch_size=64, samples=1200 * 64, warmup=0.05, ema=0.99),
+        watch=WatchConfig(every=38_400),
+        save=SaveConfig(every=38_400),
         threads=1,
         devices=1,
     )
@@ -238,7 +238,7 @@ def uvit_cifar(alpha_min: float) -> Config:
 
 def uvit_variants() -> dict[str, Variant]:
     digits = Judge("digits:train", "digits:test", samples=500, extractor="digits", noise=(0.05, 0.2))
-    cifar = Judge(TRAIN, TEST, fitted=3000, tested=3000, samples=500, noise=(0.05,))
+    cifar = Judge(TRAIN, TEST, samples=500, noise=(0.05, 0.2))
     return {
         **{f"digits-alpha{alpha:g}": Variant(uvit_digits(alpha), digits) for alpha in UVIT_ALPHAS},
         **{f"cifar100-alpha{alpha:g}": Variant(uvit_cifar(alpha), cifar) for alpha in UVIT_ALPHAS},
