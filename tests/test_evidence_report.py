@@ -34,9 +34,10 @@ def fake_metrics(rng):
         "diverged": False,
         **{key: round(float(rng.uniform(20, 80)), 3) for key in plain},
         "layers": {
-            token: {name: [round(float(x), 3) for x in rng.uniform(1, 5, 4)] for name in ("entropy", "knn")}
+            token: {name: [round(float(x), 3) for x in rng.uniform(1, 5, 5)] for name in ("entropy", "knn")}
             for token in ("mean", "class")
         },
+        "probe_layers": {str(layer): float(rng.uniform(20, 80)) for layer in range(5)},
         "over_time": [
             {"seen": seen, **{key: float(rng.uniform(20, 80)) for key in [*keys, "entropy_mean", "entropy_class"]}}
             for seen in CHECKPOINTS

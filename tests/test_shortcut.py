@@ -75,7 +75,7 @@ def test_schedules_fall_from_exactly_1_to_exactly_alpha_min(n, alpha_min, schedu
     assert all(a >= b - 1e-15 for a, b in pairwise(alphas))
 
 
-@given(n=st.integers(1, 100), alpha_min=st.floats(0.05, 1.0))
+@given(n=st.integers(2, 100), alpha_min=st.floats(0.05, 0.99))
 def test_a_stopped_schedule_leaves_its_share_of_the_input(n, alpha_min):
     alphas, whole = stopped(n, alpha_min), linear(n, alpha_min)
     assert effective_decay(alphas) >= KEPT
@@ -83,8 +83,9 @@ def test_a_stopped_schedule_leaves_its_share_of_the_input(n, alpha_min):
     decayed = alphas.index(1.0, 1) if 1.0 in alphas[1:] else n
     assert all(kept[:decayed])
     assert set(alphas[decayed:]) <= {1.0}
-    if decayed < n and alpha_min < 1:
+    if decayed < n:
         assert effective_decay(whole[: decayed + 1]) < KEPT
+    assert stopped(1, 0.3) == [1.0]
 
 
 def test_schedules_in_closed_form():
