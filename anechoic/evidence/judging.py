@@ -243,7 +243,7 @@ def judge_denoiser(run_dir: Path, judge: Judge, *, source: str, seed: int) -> di
 
 
 def judge_samples(run_dir: Path, judge: Judge, *, source: str, seed: int) -> dict[str, Any]:
-    """Frechet distance and its companions of `samples` images to as many real ones as are judged at most."""
+    """Frechet distance and its companions of `samples` images, each beside four real ones."""
     from anechoic.data import open_source
     from anechoic.evals.extractors import extractor_named
     from anechoic.evals.frechet import compare, measure_images
@@ -252,7 +252,7 @@ def judge_samples(run_dir: Path, judge: Judge, *, source: str, seed: int) -> dic
     made = generate(Request(run=str(run_dir), num=judge.samples, seed=seed), progress=False).pixels
     extractor = extractor_named(judge.extractor)
     real = open_source(source, channels=made.shape[1])
-    chosen = Subset(real, evenly(len(real), judge.tested))
+    chosen = Subset(real, evenly(len(real), 4 * judge.samples))
     sides = [
         measure_images(image_batches(chosen, batch_size=64), extractor, images={}),
         measure_images(made.split(64), extractor, images={}),
