@@ -238,7 +238,7 @@ def uvit_cifar(alpha_min: float) -> Config:
 
 def uvit_variants() -> dict[str, Variant]:
     digits = Judge("digits:train", "digits:test", samples=500, extractor="digits", noise=(0.05, 0.2))
-    cifar = Judge(TRAIN, TEST, samples=500, noise=(0.05, 0.2))
+    cifar = Judge(TRAIN, TEST, samples=250, noise=(0.05, 0.2))
     return {
         **{f"digits-alpha{alpha:g}": Variant(uvit_digits(alpha), digits) for alpha in UVIT_ALPHAS},
         **{f"cifar100-alpha{alpha:g}": Variant(uvit_cifar(alpha), cifar) for alpha in UVIT_ALPHAS},
