@@ -126,11 +126,13 @@ def reproduce(
     root = results if scale == "pocket" else results / "full"
     if report is not None:
         from anechoic.evidence.report import write_index, write_page
+        from anechoic.evidence.tally import write_tally
 
         at = "" if scale == "pocket" else f" --scale {scale}"
         pages = [write_page(grid, root, report, command=f"anechoic reproduce {grid.name}{at}") for grid in grids]
         if what == "all":
-            pages.append(write_index(grids, root, report))
+            tally = [write_tally(grids, root, report)] if scale == "pocket" else []
+            pages += [*tally, write_index(grids, root, report, tally=bool(tally))]
         return Outcome(
             config={"what": what, "scale": scale},
             metrics={"pages": [str(page) for page in pages]},

@@ -40,8 +40,8 @@ def write_page(grid: Grid, results: Path, out: Path, *, command: str) -> Path:
     return path
 
 
-def write_index(grids: Sequence[Grid], results: Path, out: Path) -> Path:
-    """The list of all pages with how much of each has been run."""
+def write_index(grids: Sequence[Grid], results: Path, out: Path, *, tally: bool = False) -> Path:
+    """The list of all pages with how much of each has been run; tally: there is a page of all pairs too."""
     lines = ["# Evidence", "", INTRODUCTION, "", "| page | cells with a record | processor time |", "|---|---|---|"]
     for grid in grids:
         records = Records(results / grid.group)
@@ -51,6 +51,8 @@ def write_index(grids: Sequence[Grid], results: Path, out: Path) -> Path:
             record["processor_seconds"] for name in shown for record in records.by_variant.get(name, {}).values()
         )
         lines.append(f"| [{grid.title}]({grid.name}.md) | {count} | {seconds / 60:.0f} min |")
+    if tally:
+        lines += ["", "[The search for a setting that profits](tally.md) has every pair of the map in one table."]
     path = out / "README.md"
     path.write_text("\n".join(lines) + "\n")
     return path
