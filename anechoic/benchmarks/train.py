@@ -101,7 +101,8 @@ def ours(place: Place, work: Work, options: dict[str, Any], plain: bool, compile
     model = build_model("mae_tiny_patch4", **work.model_options(**options)).train()
     choose_path(model, plain=plain)
     optimizer = make_optimizer(model, OptimConfig(batch_size=work.batch))
-    trained = parallel(place, torch.compile(model) if compiled else model)
+    called: Any = torch.compile(model) if compiled else model
+    trained = parallel(place, called)
     images = torch.randn(work.batch // place.world_size, 3, work.image, work.image)
 
     def step() -> None:
