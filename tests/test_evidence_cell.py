@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from anechoic.cli import main
 from anechoic.config import (
@@ -247,6 +248,18 @@ def test_a_classifier_is_judged_by_its_own_decisions(tmp_path):
 
 
 # ---- measured again
+
+
+def test_a_cell_is_judged_with_the_threads_of_its_training(tmp_path, monkeypatch):
+    monkeypatch.setattr("anechoic.evidence.cell.measure", lambda *_: {"seen_threads": torch.get_num_threads()})
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        record = run_cell(Cell("c-seed0", "c", tiny_mae(updates=1), JUDGE), tmp_path / "run", root=tmp_path)
+        assert record["metrics"]["seen_threads"] == 1
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -125,7 +127,8 @@ def run_cell(cell: Cell, run_dir: Path, *, root: Path, verbose: bool = False) ->
     metrics: dict[str, Any]
     try:
         fit(here.config, run_dir, verbose=verbose)
-        metrics = {"diverged": False, **measure(here, run_dir)}
+        with threads(here.config.threads):
+            metrics = {"diverged": False, **measure(here, run_dir)}
     except (DivergedError, NotFiniteError) as problem:
         metrics = {
             "diverged": True,
@@ -143,6 +146,19 @@ def run_cell(cell: Cell, run_dir: Path, *, root: Path, verbose: bool = False) ->
         "seconds": round(time.perf_counter() - started, 1),
         "processor_seconds": round(time.process_time() - processor, 1),
     }
+
+
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Judge with as many threads as were trained with: sums, and so a neighbour now and then, depend on it."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def measure(cell: Cell, run_dir: Path) -> dict[str, Any]:
