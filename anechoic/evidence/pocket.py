@@ -313,7 +313,7 @@ FIG7 = Grid(
 
 # ---- stability: norms with and without zero-initialised branches
 
-STABLE_ALPHAS = (1.0, 0.7, 0.4)
+STABLE_ALPHAS = (1.0, 0.7, 0.4, 0.3)
 
 
 def stability_variants() -> dict[str, Variant]:
