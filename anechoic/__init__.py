@@ -12,6 +12,7 @@ _HOME = {
     "linear": "shortcut",
     "constant": "shortcut",
     "cosine": "shortcut",
+    "stopped": "shortcut",
     "Shortcut": "shortcut",
     "effective_decay": "shortcut",
     "alpha_min_for": "shortcut",

@@ -57,6 +57,11 @@ def check(config: Config) -> None:
             f"{config.objective.name} trains a {wanted} model, not {config.model.name}: choose one of those."
         )
     model_config(config.model.name, **model_options(config))
+    if config.compile and config.shortcut.fade_in:
+        raise UserError(
+            "A compiled network has its alphas built in, so they cannot fade in: set shortcut.fade_in to 0 or compile "
+            "to false."
+        )
 
 
 def describe(config: Config, model: nn.Module, run_dir: Path, *, seen: int) -> str:

@@ -47,9 +47,9 @@ def constant(n: int, alpha_min: AlphaMin = 0.6) -> list[float]:
 
 
 def stopped(n: int, alpha_min: AlphaMin = 0.6) -> list[float]:
-    """As linear, up to the last branch at which the product of all alphas is still KEPT; 1 from there on.
+    """As linear, up to the last branch at which the product of all alphas is at least KEPT; 1 from there on.
 
-    Decay where short trainings profit from it, plain shortcuts in the deep part. (Not in the paper.)
+    Fading in the shallow part, plain shortcuts in the deep one. (Not in the paper.)
     """
     left, factors = 1.0, []
     for alpha in _between(n, alpha_min, stopped, lambda k: 1 - k):
@@ -89,6 +89,8 @@ def alpha_min_for(n: int, *, effective_decay: float = EFFECTIVE_DECAY, schedule:
             low = middle
         else:
             high = middle
+    if not math.isclose(math.prod(schedule(n, high)), effective_decay, rel_tol=1e-6):
+        raise UserError(f"No alpha_min of this schedule leaves {effective_decay:g} of the input: ask for more of it.")
     return high
 
 
@@ -96,7 +98,7 @@ def resolve_alpha_min(alpha_min: AlphaMin, n: int, *, schedule: Schedule = linea
     """alpha_min as a number: "auto" depends on the number of branches alone."""
     check_branches(n)
     if alpha_min == "auto":
-        return max(SMALLEST_AUTO, alpha_min_for(n, schedule=schedule))
+        return max(SMALLEST_AUTO, alpha_min_for(n, schedule=linear if schedule is stopped else schedule))
     return check_alpha(alpha_min)
 
 

@@ -1,6 +1,7 @@
 """The loop against a reference written in plain torch; its records, refusals and faults."""
 
 import errno
+import gc
 import json
 import math
 import os
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import anechoic
-from anechoic import checkpoint
+from anechoic import checkpoint, engine
 from anechoic.config import (
     Config,
     DataConfig,
@@ -258,6 +259,22 @@ def test_settings_of_the_process_are_put_back(tmp_path):
         assert not torch.are_deterministic_algorithms_enabled()
     finally:
         torch.set_num_threads(1)
+
+
+def test_alphas_that_fade_in_are_not_compiled(tmp_path):
+    config = tiny_config(compile=True, shortcut=ShortcutConfig(alpha_min=0.6, fade_in=0.5))
+    with pytest.raises(UserError, match="cannot fade in"):
+        fit(config, tmp_path / "run")
+
+
+def test_the_garbage_collector_looks_through_everything_again_after_a_run(tmp_path, monkeypatch):
+    frozen = []
+    settle = engine.settle_garbage
+    monkeypatch.setattr(engine, "settle_garbage", lambda: (settle(), frozen.append(gc.get_freeze_count())))
+    fit(tiny_config(), tmp_path / "run")
+    assert len(frozen) == 1
+    assert frozen[0] > 0
+    assert gc.get_freeze_count() == 0
 
 
 def test_a_compiled_run_computes_the_same(tmp_path, monkeypatch):

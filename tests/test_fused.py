@@ -139,3 +139,13 @@ def test_an_exported_block_needs_nothing_of_ours():
     for strict in (True, False):
         graph = torch.export.export(block, (torch.randn(2, 5, 24),), strict=strict).graph
         assert not any("anechoic" in str(node.target) for node in graph.nodes)
+
+
+def test_compiled_transforms_of_functions_take_the_plain_path():
+    block = Block(24, 3).train().requires_grad_(False)
+    x = torch.randn(2, 5, 24)
+
+    def gradient(one):
+        return torch.func.grad(lambda y: block(y).square().sum())(one)
+
+    torch.testing.assert_close(torch.compile(gradient, backend="aot_eager")(x), gradient(x), rtol=1e-5, atol=1e-5)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anechoic import Shortcut, alpha_min_for, constant, cosine, effective_decay, linear
+from anechoic.errors import UserError
 from anechoic.shortcut import FORMS, KEPT, SQRT_HALF, shortcut_factors, stopped
 
 # The 24 alphas of a ViT-B at alpha_min 0.6, by block: attention, MLP, product so far.
@@ -86,6 +87,12 @@ def test_a_stopped_schedule_leaves_its_share_of_the_input(n, alpha_min):
     if decayed < n:
         assert effective_decay(whole[: decayed + 1]) < KEPT
     assert stopped(1, 0.3) == [1.0]
+
+
+def test_auto_of_a_stopped_schedule_is_that_of_the_linear_one():
+    assert stopped(24, "auto")[:8] == linear(24, "auto")[:8]
+    with pytest.raises(UserError, match=r"No alpha_min of this schedule leaves 0\.1 of the input"):
+        alpha_min_for(24, effective_decay=0.1, schedule=stopped)
 
 
 def test_schedules_in_closed_form():

@@ -241,5 +241,5 @@ def median_ratio(timing: Timing, peer: str, *, ours: str) -> tuple[float, float,
     """The median of the rounds' ratios and its 95 % interval: two of the sorted ratios, with no law of their errors
     assumed (a shared machine's have long tails)."""
     ratios = sorted(b / a for a, b in zip(timing.seconds[ours], timing.seconds[peer], strict=True))
-    beyond = max(0, math.floor((len(ratios) - 1.96 * math.sqrt(len(ratios))) / 2))
+    beyond = max(0, math.floor((len(ratios) - 1 - 1.96 * math.sqrt(len(ratios))) / 2))
     return statistics.median(ratios), ratios[beyond], ratios[-1 - beyond]

@@ -135,7 +135,12 @@ REMEDIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def remedy_variants() -> dict[str, Variant]:
-    plain = {"residual": {"alpha_min": 1.0}, "decayed": {"alpha_min": 0.6}, "residual-lr3e-3": {"lr": 3e-3}}
+    plain = {
+        "residual": {"alpha_min": 1.0},
+        "decayed": {"alpha_min": 0.6},
+        "residual-lr3e-3": {"lr": 3e-3},
+        "residual-skip-norm": {"skip_norm": True},
+    }
     every = {**plain, **{name: changes for name, (_, changes) in REMEDIES.items()}}
     return {name: Variant(mae(**{"samples": MAP_SAMPLES, **changes}), JUDGE) for name, changes in every.items()}
 
@@ -149,6 +154,7 @@ REMEDY_GRID = Grid(
         Row("alpha_min 0.6", "decayed"),
         *(Row(words, name) for name, (words, _) in REMEDIES.items()),
         Row("residual, three times the learning rate", "residual-lr3e-3"),
+        Row("residual, normalised skip inputs", "residual-skip-norm"),
     ],
     metrics=PROBES,
     baseline="residual",

@@ -243,7 +243,7 @@ def judge_denoiser(run_dir: Path, judge: Judge, *, source: str, seed: int) -> di
 
 
 def judge_samples(run_dir: Path, judge: Judge, *, source: str, seed: int) -> dict[str, Any]:
-    """Frechet distance and its companions of `samples` images, each beside four real ones."""
+    """Frechet distance and its companions of `samples` images to at most four times as many real ones."""
     from anechoic.data import open_source
     from anechoic.evals.extractors import extractor_named
     from anechoic.evals.frechet import compare, measure_images

@@ -22,7 +22,7 @@ JUDGES = {
 }
 ENOUGH = 3  # seeds that make a lead worth calling one
 # Rows of these grids that change something else than the fading of shortcuts.
-OTHERS = ("branch", "both", "residual-lr3e-3", "noskips-alpha0.6", "noskips-alpha1")
+OTHERS = ("branch", "both")
 
 
 class Pair(NamedTuple):
@@ -58,7 +58,11 @@ def pairs(grids: Sequence[Grid], results: Path) -> Iterator[Pair]:
         records = Records(results / grid.group)
         for row in grid.rows:
             residual = twin_of(row) if grid.kind == "axes" else grid.baseline
-            if row.variant in (*OTHERS, residual) or (grid.group, row.variant) in seen:
+            if f"residual-{row.variant}" in grid.needed():
+                residual = f"residual-{row.variant}"
+            if row.variant in (*OTHERS, residual) or row.variant.startswith("residual-"):
+                continue
+            if (grid.group, row.variant) in seen:
                 continue
             pair = Pair(grid, row.label, records, row.variant, residual)
             if pair.lead("knn_mean").n:
@@ -79,10 +83,10 @@ def write_tally(grids: Sequence[Grid], results: Path, out: Path) -> Path:
     lines = [
         "# The search for a setting that profits",
         "",
-        "Every masked autoencoder with fading shortcuts that was trained here, beside its residual twin: the same "
-        "skips, budget, data and seed. Points of accuracy of the last block, then the block behind which the decayed "
-        "twin is furthest ahead. ± is half of a 95 % interval over seeds; a line with one seed has none. Minutes are "
-        "those of both sides on one core.",
+        "Every masked autoencoder with skips and fading shortcuts that was trained here, beside its residual twin: the "
+        "same skips, budget, data and seed. Points of accuracy of the last block, then the block behind which the "
+        "decayed twin is furthest ahead. ± is half of a 95 % interval over seeds; a line with one seed has none. "
+        "Minutes are those of both sides on one core.",
         "",
         line(titles),
         line(["---"] * len(titles)),

@@ -24,7 +24,7 @@ _attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.def
 _attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _norm_backward: Any = torch.ops.aten.native_layer_norm_backward.default
 _gelu_backward: Any = torch.ops.aten.gelu_backward.grad_input
-# Compiled, and with at most so many numbers in a head's row of queries and weights, attention is faster as products.
+# Compiled, attention is faster as products where the width of a head plus the number of tokens is at most this.
 SHORT = 96
 # The compiler knows oneDNN's product for constant weights only, so it is given one that it does not look into.
 _library = torch.library.Library("anechoic", "FRAGMENT")
@@ -32,6 +32,7 @@ _library.define("product(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _library.impl("product", lambda x, weight, bias: _onednn(x, weight, bias, "none", [], ""), "CPU")
 torch.library.register_fake("anechoic::product", lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]))
 _opaque: Any = torch.ops.anechoic.product.default
+_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # not in every version
 
 
 def covers(block: Any, x: Tensor) -> bool:
@@ -62,7 +63,9 @@ def covers(block: Any, x: Tensor) -> bool:
 
 def is_compiled() -> bool:
     """Whether torch.compile traces this to run it here; what is exported must need nothing of ours."""
-    return torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
+    return (
+        torch.compiler.is_dynamo_compiling() and not _is_exporting() and not torch._C._are_functorch_transforms_active()
+    )
 
 
 def is_ordinary(x: Tensor) -> bool:
