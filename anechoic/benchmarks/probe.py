@@ -23,7 +23,7 @@ from anechoic.evals.probe import REGULARISERS
 PEERS = ("scikit-learn",)
 
 
-def image_features(samples: int = 1500) -> tuple[np.ndarray, np.ndarray]:
+def image_features(samples: int = 600) -> tuple[np.ndarray, np.ndarray]:
     """(n, 384) pooled responses of 96 random filters to scenes of ten kinds."""
     source = open_source(f"scenes:train:{samples}", labels=True, size=32)
     images = torch.stack([source.read(i) for i in range(samples)]).float() / 255 - 0.5
