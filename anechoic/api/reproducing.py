@@ -105,8 +105,8 @@ def reproduce(
     Example: anechoic reproduce table2 --scale pocket --data images --dry-run
 
     Args:
-        what: table1, table2, table3a, table3b, table4, fig3 to fig7, all, or a page of the map (stability, length,
-            axes, remedies).
+        what: table1, table2, table3a, table3b, table4, fig3 to fig7, all, or a page of the map (stability, blocks,
+            length, long-blocks, early, axes, remedies, search).
         scale: pocket takes minutes to hours on two cores; full is the paper's own setting, for accelerators.
         data: folder with cifar100/train.parquet and so on; default the environment variable ANECHOIC_DATA, or here.
         results: where the records are, one JSON file for each cell.
@@ -247,7 +247,7 @@ def planned(cells: Sequence[Cell], folders: Folders, *, accelerator: bool = Fals
         rows.append(line([cell.name, f"{cell.config.optim.samples or 0:,}", cost, "done" if done else "to run"]))
     head = [line(["run", "samples", "exaFLOP" if accelerator else "one core", "state"]), line(["---"] * 4)]
     cores = len(available_cores())
-    total = "" if accelerator else f"\nAbout {duration(left / cores)} on {cores} cores for what is to run."
+    total = f"\nAbout {duration(left / cores)} on {cores} cores for what is to run." if left else ""
     metrics = {"cells": [cell.name for cell in cells], "seconds": seconds}
     return Outcome(config={}, metrics=metrics, text="\n".join([*head, *rows]) + total)
 
