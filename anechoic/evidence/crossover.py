@@ -135,7 +135,7 @@ REMEDIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def remedy_variants() -> dict[str, Variant]:
-    plain = {
+    plain: dict[str, dict[str, Any]] = {
         "residual": {"alpha_min": 1.0},
         "decayed": {"alpha_min": 0.6},
         "residual-lr3e-3": {"lr": 3e-3},
