@@ -154,8 +154,13 @@ def test_only_mae_among_the_models_knows_another_model():
 
 def test_nobody_imports_the_command_line():
     for path in PACKAGE.rglob("*.py"):
-        if path.name != "cli.py":
+        if path.name not in ("cli.py", "__main__.py"):
             assert "cli" not in imports_of(path), path
+
+
+def test_the_package_runs_as_a_module():
+    ended = subprocess.run([sys.executable, "-m", "anechoic", "--version"], capture_output=True, text=True, check=True)
+    assert ended.stdout == f"anechoic {anechoic.__version__}\n"
 
 
 def test_only_the_right_files_know_the_heavy_libraries():
