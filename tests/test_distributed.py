@@ -9,13 +9,22 @@ import torch
 from test_engine import BATCH, tiny_config, train_records
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from anechoic.assembly import make_model, preparation
 from anechoic.data import Augment, Loader, Subset, open_source
-from anechoic.distributed import Place, average_gradients, from_first, join, launch, parallel, total, without_averaging
-from anechoic.engine import Task, fit, split
 from anechoic.errors import UserError
-from anechoic.objectives import make_objective
-from anechoic.watch import split_indices
+from anechoic.runtime.distributed import (
+    Place,
+    average_gradients,
+    from_first,
+    join,
+    launch,
+    parallel,
+    total,
+    without_averaging,
+)
+from anechoic.train.build import make_model, preparation
+from anechoic.train.engine import Task, fit, split
+from anechoic.train.monitor import split_indices
+from anechoic.train.objectives import make_objective
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -90,7 +99,7 @@ def test_under_torchrun(tmp_path):
     script.write_text(
         "import sys\n"
         f"sys.path.insert(0, {str(__file__).rsplit('/', 1)[0]!r})\n"
-        "from anechoic.engine import fit\n"
+        "from anechoic.train.engine import fit\n"
         "from test_engine import tiny_config\n"
         "fit(tiny_config(steps=4), sys.argv[1])\n"
     )

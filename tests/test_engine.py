@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import anechoic
-from anechoic import checkpoint, engine
 from anechoic.config import (
     Config,
     DataConfig,
@@ -28,12 +27,14 @@ from anechoic.config import (
 )
 from anechoic.data import open_source
 from anechoic.data.loader import permutation
-from anechoic.draws import Draws
-from anechoic.engine import DivergedError, due, fit
 from anechoic.errors import UserError
 from anechoic.models import build_model
-from anechoic.run import read_json, read_metrics
-from anechoic.watch import split_indices
+from anechoic.rng import Draws
+from anechoic.runtime import checkpoint
+from anechoic.runtime.run import read_json, read_metrics
+from anechoic.train import engine
+from anechoic.train.engine import DivergedError, due, fit
+from anechoic.train.monitor import split_indices
 
 MODEL = {
     "patch_size": 2,
@@ -343,7 +344,8 @@ sys.path.insert(0, sys.argv[3])
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from anechoic import checkpoint, engine
+from anechoic.runtime import checkpoint
+from anechoic.train import engine
 from test_engine import BATCH, tiny_config
 from anechoic.config import SaveConfig
 

@@ -5,11 +5,11 @@ import json
 import pytest
 
 from anechoic.config import Config, DataConfig, ModelConfig, OptimConfig, SaveConfig, ShortcutConfig, WatchConfig
-from anechoic.engine import fit
 from anechoic.errors import UserError
 from anechoic.models import build_model
-from anechoic.run import read_metrics
+from anechoic.runtime.run import read_metrics
 from anechoic.shortcut import FadeIn, Shortcut
+from anechoic.train.engine import fit
 
 SMALL = {"patch_size": 2, "dim": 16, "depth": 2, "num_heads": 2, "decoder_dim": 16, "decoder_depth": 1}
 

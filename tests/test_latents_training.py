@@ -12,11 +12,11 @@ import torch
 from anechoic.cli import main
 from anechoic.config import OptimConfig, WatchConfig
 from anechoic.data import Array, Loader
-from anechoic.draws import Draws
-from anechoic.engine import fit
-from anechoic.generation import Request, generate
-from anechoic.latents import DrawLatents, Latents, load_vae, read_card, write_latents
+from anechoic.data.latents import DrawLatents, Latents, load_vae, read_card, write_latents
+from anechoic.diffusion.generation import Request, generate
 from anechoic.recipes.diffusion import uvit_in100_latent_cond
+from anechoic.rng import Draws
+from anechoic.train.engine import fit
 
 
 @pytest.fixture(scope="module")

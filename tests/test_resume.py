@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from anechoic import checkpoint
-from anechoic.run import CLOCK_FIELDS, read_json, read_metrics
+from anechoic.runtime import checkpoint
+from anechoic.runtime.run import CLOCK_FIELDS, read_json, read_metrics
 
 pytestmark = pytest.mark.xdist_group("processes")
 

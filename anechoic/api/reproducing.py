@@ -14,8 +14,8 @@ from anechoic.errors import UserError
 from anechoic.outcome import Outcome
 
 if TYPE_CHECKING:
-    from anechoic.evidence.cell import Cell
-    from anechoic.evidence.sweep import Folders, Progress
+    from anechoic.paper.sweep import Folders, Progress
+    from anechoic.paper.trial import Cell
 
 Varied = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
 
@@ -53,9 +53,9 @@ def sweep(
     """
     from dataclasses import replace
 
-    from anechoic.evidence.cell import Judge
-    from anechoic.evidence.sweep import Folders
-    from anechoic.evidence.sweep import vary as combinations
+    from anechoic.paper.sweep import Folders
+    from anechoic.paper.sweep import vary as combinations
+    from anechoic.paper.trial import Judge
     from anechoic.recipes import recipe as recipe_by_name
 
     check_counts(seeds, jobs)
@@ -117,7 +117,7 @@ def reproduce(
         report: write the pages and pictures of what has records into this folder, and run nothing.
         verify: run the cell of this record again and compare every number.
     """
-    from anechoic.evidence import catalogue
+    from anechoic.paper import catalogue
 
     if verify is not None:
         return verified(verify, runs, data_root(data))
@@ -125,8 +125,8 @@ def reproduce(
     grids = catalogue.choose(what, scale)
     root = results if scale == "pocket" else results / "full"
     if report is not None:
-        from anechoic.evidence.report import write_index, write_page
-        from anechoic.evidence.tally import write_tally
+        from anechoic.paper.pages import write_index, write_page
+        from anechoic.paper.tally import write_tally
 
         at = "" if scale == "pocket" else f" --scale {scale}"
         pages = [write_page(grid, root, report, command=f"anechoic reproduce {grid.name}{at}") for grid in grids]
@@ -145,10 +145,10 @@ def reproduced(
     grids: Sequence[Any], scale: str, results: Path, runs: Path, root: Path, seeds: int, jobs: int | None, dry: bool
 ) -> Outcome:
     """Each grid in turn: its missing cells, then its table."""
-    from anechoic.evidence import catalogue
-    from anechoic.evidence.reading import Records
-    from anechoic.evidence.report import difference_table, measured_table
-    from anechoic.evidence.sweep import Folders
+    from anechoic.paper import catalogue
+    from anechoic.paper.pages import difference_table, measured_table
+    from anechoic.paper.statistics import Records
+    from anechoic.paper.sweep import Folders
 
     texts: list[str] = []
     metrics: dict[str, Any] = {}
@@ -173,9 +173,9 @@ def verified(path: Path, runs: Path, root: Path) -> Outcome:
     """The record's cell trained and judged anew; every number beside the recorded one."""
     import tempfile
 
-    from anechoic.evidence.cell import cell_from_json, run_cell
-    from anechoic.evidence.verify import compare, verdict_text
-    from anechoic.run import read_json
+    from anechoic.paper.trial import cell_from_json, run_cell
+    from anechoic.paper.verify import compare, verdict_text
+    from anechoic.runtime.run import read_json
 
     record = read_json(path)
     cell = cell_from_json(record)
@@ -222,7 +222,7 @@ def with_samples(config: Any, root: Path) -> Any:
 
     from anechoic.config import budget, default_holdout
     from anechoic.data import open_source
-    from anechoic.evidence.cell import located
+    from anechoic.paper.trial import located
 
     size = len(open_source(located(config.data.source, root), channels=config.data.channels))
     held = default_holdout(size) if config.data.holdout is None else config.data.holdout
@@ -231,9 +231,9 @@ def with_samples(config: Any, root: Path) -> Any:
 
 def planned(cells: Sequence[Cell], folders: Folders, *, accelerator: bool = False) -> Outcome:
     """The cells with their estimated time, and which are done."""
-    from anechoic.evidence.cell import finished
-    from anechoic.evidence.report import line
-    from anechoic.evidence.sweep import available_cores, duration, estimates, training_flops
+    from anechoic.paper.pages import line
+    from anechoic.paper.sweep import available_cores, duration, estimates, training_flops
+    from anechoic.paper.trial import finished
 
     seconds = estimates(cells, folders) if not accelerator else {}
     rows, left = [], 0.0
@@ -253,7 +253,7 @@ def planned(cells: Sequence[Cell], folders: Folders, *, accelerator: bool = Fals
 
 
 def run(cells: Sequence[Cell], folders: Folders, jobs: int | None, *, pinned: bool = True) -> Progress:
-    from anechoic.evidence.sweep import sweep as run_sweep
+    from anechoic.paper.sweep import sweep as run_sweep
 
     for source in sorted({name for c in cells for name in (c.config.data.source, c.judge.train, c.judge.test)}):
         check_source(source, folders.data)
@@ -262,7 +262,7 @@ def run(cells: Sequence[Cell], folders: Folders, jobs: int | None, *, pinned: bo
 
 def check_source(source: str, root: Path) -> None:
     """One sentence before anything is started, instead of one failure for each cell."""
-    from anechoic.evidence.cell import is_file
+    from anechoic.paper.trial import is_file
 
     if is_file(source) and not (root / source).exists():
         raise UserError(
@@ -272,8 +272,8 @@ def check_source(source: str, root: Path) -> None:
 
 def summary(cells: Sequence[Cell], folders: Folders) -> str:
     """One line per variant: the mean over seeds of every plain number, with its interval."""
-    from anechoic.evidence.reading import Records
-    from anechoic.evidence.report import line
+    from anechoic.paper.pages import line
+    from anechoic.paper.statistics import Records
 
     records = Records(folders.records)
     variants = list(dict.fromkeys(cell.variant for cell in cells))

@@ -56,9 +56,9 @@ def segment(
         seed: of the tables and batches.
     """
     from anechoic.evals.encoders import baselines as baselines_of
-    from anechoic.evals.report import grid, percent
     from anechoic.evals.segmenting import larger, segment_images
     from anechoic.evals.spectral import SpectralOptions
+    from anechoic.report.tables import grid, percent
 
     started = time.perf_counter()
     encoder, where = encoder_and_data(run, data, model, image_size)

@@ -93,7 +93,7 @@ def serve(pipe: Connection, entry: Entry, rank: int, port: int) -> None:
     """The life of a contestant's process: make the step, then take as many as asked for (0: tell the memory)."""
     import torch
 
-    from anechoic.distributed import join
+    from anechoic.runtime.distributed import join
 
     torch.set_num_threads(entry.threads)
     if entry.processes > 1:

@@ -19,7 +19,7 @@ from anechoic.benchmarks.timing import GEMM_SIDE, Options, Timing, row
 from anechoic.errors import UserError
 
 if TYPE_CHECKING:
-    from anechoic.distributed import Place
+    from anechoic.runtime.distributed import Place
 
 PEERS = ("transformers", "torch")
 PAIRS = 300  # turns of the decayed and of the residual network: their ratio is wanted to one per cent
@@ -88,12 +88,12 @@ def ours(place: Place, work: Work, options: dict[str, Any], plain: bool, compile
     """What the engine does between two batches, with the parts it is made of."""
     import torch
 
-    from anechoic.assembly import make_optimizer
     from anechoic.config import OptimConfig
-    from anechoic.distributed import average_gradients, parallel
     from anechoic.models import build_model
     from anechoic.models.layers import choose_path
-    from anechoic.process import keep_freed_memory, settle_garbage
+    from anechoic.runtime.determinism import keep_freed_memory, settle_garbage
+    from anechoic.runtime.distributed import average_gradients, parallel
+    from anechoic.train.build import make_optimizer
 
     if not plain:
         keep_freed_memory()
