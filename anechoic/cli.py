@@ -15,9 +15,11 @@ import tyro
 from anechoic import __version__
 from anechoic.api import VERBS, verb
 from anechoic.errors import UserError
+from anechoic.runtime.children import end_with_whoever_started_me
 
 USER_MISTAKE = 2
 READER_GONE = 128 + 13  # as a shell reports a process that SIGPIPE ended
+INTERRUPTED = 128 + 2  # and one that Ctrl-C ended
 
 
 def summary(name: str) -> str:
@@ -66,6 +68,7 @@ def show(outcome: object, *, as_json: bool) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    end_with_whoever_started_me()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(overview())
@@ -89,6 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader, such as `head`, has seen enough; nothing more can be written, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_GONE
+    except KeyboardInterrupt:
+        return INTERRUPTED
     return 0
 
 

@@ -232,8 +232,11 @@ def _as_is(item: Any) -> Any:
 
 
 def _start_worker(worker: int) -> None:
-    """A forked worker inherits the run's signal handlers, but only the run may save and say goodbye."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    """A forked worker inherits the run's signal handlers, but only the run may save and say goodbye.
+
+    A signal to the whole group must not take the workers from a run that still needs them to end its update.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
 

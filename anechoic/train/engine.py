@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import signal
 import sys
 import time
@@ -29,7 +30,6 @@ from anechoic.rng import Draws
 from anechoic.runtime import checkpoint
 from anechoic.runtime.determinism import reproducible, settle_garbage
 from anechoic.runtime.distributed import (
-    InterruptedRun,
     Place,
     accelerators,
     average_gradients,
@@ -37,13 +37,15 @@ from anechoic.runtime.distributed import (
     join,
     launch,
     parallel,
+    shared_room,
     total,
     under_launcher,
+    wait_for_all,
     without_averaging,
 )
 from anechoic.runtime.progress import Progress
-from anechoic.runtime.run import Run, read_json, read_metrics
-from anechoic.runtime.signals import Stop, catch_signals
+from anechoic.runtime.run import Run, read_frozen_config, read_metrics
+from anechoic.runtime.signals import InterruptedRun, Stop, catch_signals
 from anechoic.shortcut import FadeIn
 from anechoic.train.build import check, describe, make_model, make_optimizer, open_data, preparation, preprocess
 from anechoic.train.monitor import Samples, make_watcher, split_indices
@@ -72,7 +74,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
         return launch(partial(fit, verbose=verbose), config, run_dir, devices=devices)
 
     with ExitStack() as stack:
-        stop = stack.enter_context(catch_signals())
+        stop = stack.enter_context(catch_signals(one_of_several=under_launcher()))
         place = stack.enter_context(join())
 
         # The first process owns the run directory; all of them open the data and agree on one frozen config.
@@ -81,7 +83,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
         run = opened[0] if opened else None
         source = open_data(config)
         config = from_json(from_first(place, lambda: to_json(settle(config, run, source, place))))
-        results = from_first(place, lambda: run.results if run else None)
+        results = from_first(place, lambda: finished(run, config) if run else None)
         if results is not None:
             return results
         data, optim = config.data, config.optim
@@ -121,11 +123,9 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
             if average is not None:
                 average.load(checkpoint.read_tensors(path, "ema"))
             seen, sums = state["seen"], state["sums"]
-        if run is not None:
-            run.rewind(seen)
-            run.start(to_json(config))
-            if verbose:
-                print(describe(config, model, run_dir, seen=seen), file=sys.stderr, flush=True)
+        from_first(place, lambda: start(run, config, found))
+        if run is not None and verbose:
+            print(describe(config, model, run_dir, seen=seen), file=sys.stderr, flush=True)
         resumed = found is not None
 
         # Data: what is trained on, in an order that is a function of (seed, seen); what is only looked at.
@@ -139,7 +139,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
             shuffle=True,
             drop_last=True,
             start=seen,
-            workers=data.workers or 0,
+            workers=workers_with_room(config, place),
             rank=place.rank,
             world_size=place.world_size,
         )
@@ -167,6 +167,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
         started = clock
         settled = False
         model.train()
+        stop.in_loop = True
 
         while True:
             done = seen >= optim.samples
@@ -198,7 +199,14 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
                     if average is not None:
                         tensors["ema"] = average.tensors
                     run.list_skipped(loader.skipped)
-                    saved = save(run, config, seen=seen, tensors=tensors, card=card, state={"sums": sums})
+                    saved = save(
+                        run,
+                        config,
+                        seen=seen,
+                        tensors=tensors,
+                        card=card,
+                        state={"sums": sums, "metrics": run.metrics_digest},
+                    )
                     if done and not saved:
                         raise UserError(
                             f"The trained weights could not be saved in {run_dir}: make room there and give the same "
@@ -208,6 +216,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
 
             # Stop.
             if stop.agreed and not done:
+                wait_for_all(place)  # a launcher may end the first process, which saves, once another has gone
                 if run is not None:
                     log.warning("Stopped after %d of %d samples; the same command goes on.", seen, optim.samples)
                 raise InterruptedRun(stop.agreed)
@@ -255,9 +264,8 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
 def number_of_processes(config: Config, run_dir: Path) -> int:
     """As asked for, else as the run began, else one per accelerator."""
     available = accelerators()
-    path = run_dir / "config.json"
-    before = read_json(path)["devices"] if path.exists() else None
-    devices = config.devices or before or max(1, available)
+    before = read_frozen_config(run_dir)
+    devices = config.devices or (from_json(before).devices if before else None) or max(1, available)
     if available and devices > available and not under_launcher():
         raise UserError(f"There are {available} accelerators here, so devices cannot be {devices}: lower it.")
     return devices
@@ -286,6 +294,50 @@ def settle(config: Config, run: Run | None, source: Source, place: Place) -> Con
             f"it, choose another directory, or start a new run from its weights with --init-from {run.path}."
         )
     return frozen
+
+
+def finished(run: Run, config: Config) -> dict[str, Any] | None:
+    """What the run came to, if it has ended and everything it ended with is still there; None if it is to go on."""
+    if not (run.path / "results.json").exists():
+        return None
+    damage = run.damage()
+    if damage is None:
+        return run.results
+    last = checkpoint.latest(run.checkpoints)
+    if last is None or last[1]["seen"] != config.optim.samples:
+        raise UserError(
+            f"The finished run {run.path} is damaged ({damage}) and has no checkpoint of its end to mend it from: "
+            "restore the file from a copy, or train again in another directory."
+        )
+    log.warning("The finished run %s was damaged (%s); it is written again from its last checkpoint.", run.path, damage)
+    return None
+
+
+def start(run: Run | None, config: Config, found: tuple[Path, dict[str, Any]] | None) -> None:
+    """Set the run directory to the checkpoint that was found, or to its beginning, and note that a process started."""
+    assert run is not None, "only the first process owns the directory"
+    if found is None:
+        run.rewind(None)
+    else:
+        run.rewind(found[1]["seen"], digest=found[1]["metrics"])
+    run.start(to_json(config))
+
+
+def workers_with_room(config: Config, place: Place) -> int:
+    """The workers asked for, or none if shared memory cannot hold the batches they prepare; results are the same."""
+    data, workers = config.data, config.data.workers or 0
+    batch = config.optim.batch_size // place.world_size * data.channels * data.image_size**2
+    # Each worker prepares two batches ahead, one is being used; every process of this machine has its own workers.
+    needed = batch * (2 * workers + 1) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if workers and needed > shared_room():
+        log.warning(
+            "Shared memory has no room for the %d MB that %d workers hand over: images are decoded without workers. "
+            "A larger /dev/shm helps (docker run --shm-size).",
+            needed >> 20,
+            workers,
+        )
+        return 0
+    return workers
 
 
 class Task(nn.Module):
