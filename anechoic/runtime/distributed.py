@@ -28,11 +28,11 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Place:
+class World:
     """This process among its peers and the device it computes on."""
 
     rank: int
-    world_size: int
+    size: int
     device: torch.device
 
     @property
@@ -117,17 +117,17 @@ def die_with_parent(*, every: float = 0.2) -> None:
 
 
 @contextmanager
-def join() -> Iterator[Place]:
-    """Find this process's place; while open, the processes can talk to each other."""
+def join() -> Iterator[World]:
+    """Find this process's rank; while open, the processes can talk to each other."""
     if not under_launcher():
-        yield Place(0, 1, own_device(0))
+        yield World(0, 1, own_device(0))
         return
     die_with_parent()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = own_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group(dist.get_default_backend_for_device(device), rank=rank, world_size=world_size)
     try:
-        yield Place(rank, world_size, device)
+        yield World(rank, world_size, device)
     finally:
         dist.destroy_process_group()
 
@@ -144,12 +144,12 @@ def own_device(index: int) -> torch.device:
 # ---- agreeing
 
 
-def from_first(place: Place, function: Callable[[], Result]) -> Result:
+def from_first(world: World, function: Callable[[], Result]) -> Result:
     """What function() returns in the first process, in all of them; its UserError is raised in all of them."""
-    if place.world_size == 1:
+    if world.size == 1:
         return function()
     box: list[Any] = [None, None]
-    if place.is_first:
+    if world.is_first:
         try:
             box[0] = function()
         except UserError as problem:
@@ -160,20 +160,20 @@ def from_first(place: Place, function: Callable[[], Result]) -> Result:
     return box[0]
 
 
-def total(place: Place, values: Tensor) -> Tensor:
+def total(world: World, values: Tensor) -> Tensor:
     """The sum over all processes."""
-    if place.world_size > 1:
+    if world.size > 1:
         dist.all_reduce(values)
     return values
 
 
-def parallel(place: Place, module: nn.Module) -> nn.Module:
+def parallel(world: World, module: nn.Module) -> nn.Module:
     """The module whose gradients are those of all processes together, once `average_gradients` was called on it."""
-    if place.world_size == 1:
+    if world.size == 1:
         return module
-    if place.device.type == "cpu" and on_one_machine():
-        return SharedGradients(place, module)
-    return with_buckets(place, module)
+    if world.device.type == "cpu" and on_one_machine():
+        return SharedGradients(world, module)
+    return with_buckets(world, module)
 
 
 def average_gradients(module: nn.Module) -> None:
@@ -187,7 +187,7 @@ def without_averaging(module: nn.Module, *, active: bool) -> AbstractContextMana
     return module.no_sync() if active and isinstance(module, DistributedDataParallel) else nullcontext()
 
 
-def with_buckets(place: Place, module: nn.Module) -> DistributedDataParallel:
+def with_buckets(world: World, module: nn.Module) -> DistributedDataParallel:
     """Gradients averaged over a network, during the backward pass.
 
     Looking for unused parameters keeps the gradients' buckets as they are; otherwise they would be arranged anew after
@@ -196,7 +196,7 @@ def with_buckets(place: Place, module: nn.Module) -> DistributedDataParallel:
     # Both are remarks on speed: that no parameter was unused, and that a token's gradient has its own strides.
     warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified", category=UserWarning)
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view", category=UserWarning)
-    ids = None if place.device.type == "cpu" else [place.device.index]
+    ids = None if world.device.type == "cpu" else [world.device.index]
     return DistributedDataParallel(module, device_ids=ids, find_unused_parameters=True)
 
 
@@ -210,14 +210,14 @@ class SharedGradients(nn.Module):
     Sums are made in the order of ranks, so every process gets the same bits. All start from the first one's weights.
     """
 
-    def __init__(self, place: Place, module: nn.Module) -> None:
+    def __init__(self, world: World, module: nn.Module) -> None:
         super().__init__()
-        self.module, self.rank = module, place.rank
+        self.module, self.rank = module, world.rank
         self.trained = [p for p in module.parameters() if p.requires_grad]
         # Behind the gradients a flag for each: whether this process had one.
         sizes = [p.numel() for p in self.trained]
         self.length = sum(sizes)
-        self.slots = shared_memory(place, self.length + len(sizes)).view(place.world_size, -1)
+        self.slots = shared_memory(world, self.length + len(sizes)).view(world.size, -1)
         self.own = [
             part.view_as(p)
             for part, p in zip(self.slots[self.rank, : self.length].split(sizes), self.trained, strict=True)
@@ -250,7 +250,7 @@ class SharedGradients(nn.Module):
             parameter.grad = mean if flag else None
 
 
-def shared_memory(place: Place, size: int) -> Tensor:
+def shared_memory(world: World, size: int) -> Tensor:
     """world_size * size zeros that all processes of this machine see; it is freed with the last of them."""
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
@@ -259,11 +259,11 @@ def shared_memory(place: Place, size: int) -> Tensor:
         os.close(handle)
         return name
 
-    name = from_first(place, create)
+    name = from_first(world, create)
     try:
-        memory = torch.from_file(name, shared=True, size=place.world_size * size)
+        memory = torch.from_file(name, shared=True, size=world.size * size)
         dist.barrier()
     finally:
-        if place.is_first:
+        if world.is_first:
             os.unlink(name)
     return memory
