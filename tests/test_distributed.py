@@ -13,8 +13,8 @@ from test_engine import BATCH, tiny_config, train_records
 from anechoic.data import Augment, Loader, Subset, open_source
 from anechoic.errors import UserError
 from anechoic.runtime.distributed import (
-    Place,
     RankFailedError,
+    World,
     average_gradients,
     from_first,
     join,
@@ -39,7 +39,7 @@ def gradients(accumulate):
         data=replace(config.data, mean=(0.5,), std=(0.5,)),
         model=replace(config.model, options={**config.model.options, "zero_init": False}),
     )
-    with join() as place:
+    with join() as world:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         model = make_model(config)
@@ -53,11 +53,11 @@ def gradients(accumulate):
             shuffle=True,
             drop_last=True,
             start=40 * BATCH,
-            rank=place.rank,
-            world_size=place.world_size,
+            rank=world.rank,
+            world_size=world.size,
         )
-        task = parallel(place, Task(model, make_objective("masked_reconstruction"), seed=7))
-        prepare = preparation(config, place.device)
+        task = parallel(world, Task(model, make_objective("masked_reconstruction"), seed=7))
+        prepare = preparation(config, world.device)
         batch = next(iter(loader))
         losses = []
         parts = split(batch, accumulate)
@@ -67,10 +67,10 @@ def gradients(accumulate):
                 loss.backward()
             losses.append(loss.detach())
         average_gradients(task)
-        loss = total(place, torch.stack(losses).sum() / place.world_size).item()
-        seen = torch.zeros(place.world_size, BATCH // place.world_size, dtype=torch.int64)
-        seen[place.rank] = batch.ids
-        seen = total(place, seen).flatten().tolist()
+        loss = total(world, torch.stack(losses).sum() / world.size).item()
+        seen = torch.zeros(world.size, BATCH // world.size, dtype=torch.int64)
+        seen[world.rank] = batch.ids
+        seen = total(world, seen).flatten().tolist()
         return loss, seen, {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
@@ -114,8 +114,8 @@ def test_under_torchrun(tmp_path):
 
 
 def fail_in_the_first():
-    with join() as place:
-        from_first(place, refuse)
+    with join() as world:
+        from_first(world, refuse)
 
 
 def refuse():
@@ -123,10 +123,10 @@ def refuse():
 
 
 def crash():
-    with join() as place:
-        if place.rank == 1:
+    with join() as world:
+        if world.rank == 1:
             raise RuntimeError("a defect in one process")
-        total(place, torch.zeros(1))
+        total(world, torch.zeros(1))
 
 
 def test_a_mistake_found_by_the_first_process_is_one_sentence():
@@ -142,10 +142,10 @@ def test_a_crash_of_one_process_ends_all():
 
 
 def kill_one():
-    with join() as place:
-        if place.rank == 1:
+    with join() as world:
+        if world.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        total(place, torch.zeros(1))
+        total(world, torch.zeros(1))
 
 
 def test_of_a_killed_process_one_sentence_is_told(capfd):
@@ -155,11 +155,11 @@ def test_of_a_killed_process_one_sentence_is_told(capfd):
 
 
 def test_one_process_needs_no_group():
-    place = Place(0, 1, torch.device("cpu"))
+    world = World(0, 1, torch.device("cpu"))
     module = torch.nn.Linear(2, 2)
-    assert parallel(place, module) is module
-    assert from_first(place, lambda: 5) == 5
-    assert total(place, torch.ones(3)).tolist() == [1, 1, 1]
+    assert parallel(world, module) is module
+    assert from_first(world, lambda: 5) == 5
+    assert total(world, torch.ones(3)).tolist() == [1, 1, 1]
 
 
 def test_devices_must_divide_the_batch(tmp_path):

@@ -273,7 +273,7 @@ def test_supervised_control_reports_rank_over_depth_and_training(tmp_path):
         optim=replace(config.optim, batch_size=32, epochs=1.0),
     )
     fit(config, tmp_path / "run")
-    looks = [record for record in read_metrics(tmp_path / "run") if record["kind"] == "watch"]
+    looks = [record for record in read_metrics(tmp_path / "run") if record["kind"] == "validation"]
     assert len(looks) >= 2
     assert all(len(look["rank_columns"]) == 11 for look in looks)
     assert all(np.isfinite(look["rank_columns"]).all() for look in looks)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import anechoic
 from anechoic.cli import main
-from anechoic.config import Config, OptimConfig, SaveConfig, WatchConfig
+from anechoic.config import Config, MonitorConfig, OptimConfig, SaveConfig
 from anechoic.diffusion.generation import Request, generate, training_config
 from anechoic.diffusion.process import drop_labels
 from anechoic.errors import UserError
@@ -39,7 +39,7 @@ def tiny(config: Config, *, updates: int = 4) -> Config:
         config,
         model=replace(config.model, options={**config.model.options, **TINY}),
         optim=OptimConfig(batch_size=16, samples=16 * updates, lr=1e-3, ema=0.9),
-        watch=WatchConfig(every=16 * updates, report=16),
+        monitor=MonitorConfig(every=16 * updates, report=16),
         save=SaveConfig(every=32, keep_last=9),
         threads=1,
     )

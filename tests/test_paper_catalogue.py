@@ -12,7 +12,7 @@ from anechoic.errors import UserError
 from anechoic.paper import catalogue, crossover, full, pocket
 from anechoic.paper.pages import twin_of
 from anechoic.paper.sweep import Folders, vary
-from anechoic.paper.trial import Judge, is_file
+from anechoic.paper.trial import EvalPlan, is_file
 from anechoic.recipes import recipe
 from anechoic.runtime.run import write_json
 from anechoic.train.build import check
@@ -59,9 +59,9 @@ def test_rows_show_variants_that_exist_and_can_be_trained(name, scale):
     for variant in grid.needed():
         check(variants[variant].config)
         assert variants[variant].config.optim.samples
-    cells = grid.cells(variants, range(2))
-    assert len({cell.name for cell in cells}) == len(cells) == 2 * len(grid.needed())
-    assert {cell.config.seed for cell in cells} == {0, 1}
+    trials = grid.trials(variants, range(2))
+    assert len({trial.name for trial in trials}) == len(trials) == 2 * len(grid.needed())
+    assert {trial.config.seed for trial in trials} == {0, 1}
 
 
 @pytest.mark.parametrize("scale", catalogue.SCALES)
@@ -87,7 +87,7 @@ def test_the_twin_of_every_row_of_the_map_is_run_too(name):
 def only_alpha_differs(one, other):
     changed = [text.partition(":")[0] for text in differences(one.config, other.config)]
     assert changed == ["shortcut.alpha_min"]
-    assert one.judge == other.judge
+    assert one.evaluation == other.evaluation
 
 
 @pytest.mark.parametrize("scale", catalogue.SCALES)
@@ -115,9 +115,9 @@ def test_every_axis_of_the_map_is_a_pair():
 def test_pictures_are_kept_of_embedded_data_only():
     for variants in (groups() for groups in POCKET_GROUPS.values()):
         for variant in variants.values():
-            if variant.judge.pictures:
+            if variant.evaluation.pictures:
                 assert not is_file(variant.config.data.source)
-                assert not is_file(variant.judge.test)
+                assert not is_file(variant.evaluation.test)
 
 
 # ---- the paper's numbers
@@ -185,7 +185,7 @@ def test_a_dry_run_lists_every_run_and_touches_nothing(scale, tmp_path, monkeypa
     grids = catalogue.choose("all", scale)
     assert list(found) == [grid.name for grid in grids]
     for grid in grids:
-        assert found[grid.name]["cells"] == [f"{name}-seed{seed}" for name in grid.needed() for seed in range(3)]
+        assert found[grid.name]["trials"] == [f"{name}-seed{seed}" for name in grid.needed() for seed in range(3)]
         if scale == "pocket":
             assert all(seconds > 0 for seconds in found[grid.name]["seconds"].values())
     assert list(tmp_path.iterdir()) == []
@@ -257,8 +257,8 @@ def test_a_dry_sweep_lists_its_cells(tmp_path):
     code, out, error = cli("sweep", "pocket_mae_digits", *vary, "--seeds", 2, "--dry-run", "--out", tmp_path, "--json")
     assert code == 0, error
     found = json.loads(out)["metrics"]
-    assert len(found["cells"]) == 8
-    assert found["cells"][0] == "alpha_min0.6-depth2-seed0"
+    assert len(found["trials"]) == 8
+    assert found["trials"][0] == "alpha_min0.6-depth2-seed0"
     # twice the depth is more work, and another alpha is not
     seconds = found["seconds"]
     assert seconds["alpha_min0.6-depth4-seed0"] > seconds["alpha_min0.6-depth2-seed0"]
@@ -269,21 +269,21 @@ def test_a_dry_sweep_lists_its_cells(tmp_path):
 
 
 def test_a_finished_sweep_is_summarised(tmp_path):
-    """Records of exactly these cells are there, so that the verb has nothing to train."""
+    """Records of exactly these trials are there, so that the verb has nothing to train."""
     out = tmp_path / "out"
     base = ("--vary", "shortcut.alpha_min", 0.6, 1.0, "--vary", "optim.samples", 12_800, "--seeds", 2)
     code, listed, _ = cli("sweep", "pocket_mae_digits", *base, "--dry-run", "--out", out, "--json")
     assert code == 0
     config = json_config("pocket_mae_digits")
     grid = {"shortcut.alpha_min": [0.6, 1.0], "optim.samples": [12_800]}
-    cells = vary(config, grid, seeds=range(2), judge=Judge())
-    assert [cell.name for cell in cells] == json.loads(listed)["metrics"]["cells"]
+    trials = vary(config, grid, seeds=range(2), evaluation=EvalPlan())
+    assert [trial.name for trial in trials] == json.loads(listed)["metrics"]["trials"]
     folders = Folders(out / "records", out / "runs")
     folders.records.mkdir(parents=True)
-    for i, cell in enumerate(cells):
+    for i, trial in enumerate(trials):
         metrics = {"diverged": False, "knn_mean": 40.0 + i, "training": []}
-        record = {**cell.to_json(), "seed": cell.config.seed, "metrics": metrics, "processor_seconds": 1.0}
-        write_json(folders.record(cell), record)
+        record = {**trial.to_json(), "seed": trial.config.seed, "metrics": metrics, "processor_seconds": 1.0}
+        write_json(folders.record(trial), record)
     code, text, error = cli("sweep", "pocket_mae_digits", *base, "--out", out)
     assert code == 0, error
     assert "| variant | knn_mean | seeds |" in text

@@ -4,9 +4,9 @@ import json
 
 import numpy as np
 import pytest
+from anechoic.paper.judging import packed, unpacked
 
 from anechoic.paper import catalogue, crossover, full, pocket
-from anechoic.paper.judging import packed, unpacked
 from anechoic.paper.pages import (
     difference_table,
     measured_table,
@@ -85,7 +85,7 @@ def page(grid, results, out):
 
 
 def tables_of(text):
-    """Lists of rows of equal width: a Markdown table with a cell missing would shift its columns."""
+    """Lists of rows of equal width: a Markdown table with a trial missing would shift its columns."""
     tables, current = [], []
     for line in [*text.splitlines(), ""]:
         if line.startswith("| "):
@@ -140,7 +140,7 @@ def test_every_page_has_whole_tables_and_its_pictures(name, tmp_path):
 def test_a_page_without_records_says_so(name, tmp_path):
     grid = POCKET_GRIDS[name]
     text = page(grid, tmp_path / "results", tmp_path / "out")
-    assert f"No cell of this page has a record yet. Run `anechoic reproduce {name}`." in text
+    assert f"No trial of this page has a record yet. Run `anechoic reproduce {name}`." in text
     assert "not run" in text
     assert all((tmp_path / "out" / picture).exists() for picture in pictures_of(text))
 

@@ -1,4 +1,4 @@
-"""Sweeps of tiny cells on digits: what is varied, skipped, retried, interrupted, and how long it is said to take."""
+"""Sweeps of tiny trials on digits: what is varied, skipped, retried, interrupted, and how long it is said to take."""
 
 import io
 import json
@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from anechoic.config import Config, DataConfig, ModelConfig, OptimConfig, SaveConfig, ShortcutConfig, WatchConfig
+from anechoic.config import Config, DataConfig, ModelConfig, MonitorConfig, OptimConfig, SaveConfig, ShortcutConfig
 from anechoic.errors import UserError
 from anechoic.paper.sweep import (
     ATTEMPTS,
@@ -26,7 +26,7 @@ from anechoic.paper.sweep import (
     vary,
     with_settings,
 )
-from anechoic.paper.trial import Cell, Judge, finished, run_cell
+from anechoic.paper.trial import EvalPlan, Trial, finished, run_trial
 from anechoic.runtime.run import read_json, write_json
 
 OPTIONS = {
@@ -38,7 +38,7 @@ OPTIONS = {
     "decoder_depth": 1,
     "decoder_num_heads": 2,
 }
-JUDGE = Judge("digits:train", "digits:test", fitted=100, tested=60)
+EVALUATION = EvalPlan("digits:train", "digits:test", fitted=100, tested=60)
 
 
 def tiny(*, source="digits:train", updates=4, batch=16, **changes):
@@ -47,7 +47,7 @@ def tiny(*, source="digits:train", updates=4, batch=16, **changes):
         model=ModelConfig("mae_tiny_patch4", OPTIONS),
         shortcut=ShortcutConfig(alpha_min=0.7),
         optim=OptimConfig(batch_size=batch, samples=updates * batch, lr=1e-3),
-        watch=WatchConfig(every=2 * batch, report=batch),
+        monitor=MonitorConfig(every=2 * batch, report=batch),
         save=SaveConfig(every=2 * batch),
         threads=1,
         devices=1,
@@ -55,19 +55,21 @@ def tiny(*, source="digits:train", updates=4, batch=16, **changes):
     return replace(config, **changes)
 
 
-def cell_of(name, config, judge=JUDGE):
-    return Cell(f"{name}-seed0", name, config, judge)
+def cell_of(name, config, evaluation=EVALUATION):
+    return Trial(f"{name}-seed0", name, config, evaluation)
 
 
-# ---- which cells
+# ---- which trials
 
 
 def test_every_combination_has_a_name_that_tells_it_apart():
-    cells = vary(tiny(), {"shortcut.alpha_min": [0.6, 1.0], "model.options.depth": [2, 4]}, seeds=(0, 3), judge=JUDGE)
-    assert [cell.name for cell in cells] == [
+    trials = vary(
+        tiny(), {"shortcut.alpha_min": [0.6, 1.0], "model.options.depth": [2, 4]}, seeds=(0, 3), evaluation=EVALUATION
+    )
+    assert [trial.name for trial in trials] == [
         f"alpha_min{alpha}-depth{depth}-seed{seed}" for alpha in ("0.6", "1") for depth in (2, 4) for seed in (0, 3)
     ]
-    last = cells[-1]
+    last = trials[-1]
     assert last.variant == "alpha_min1-depth4"
     assert (last.config.shortcut.alpha_min, last.config.model.options["depth"], last.config.seed) == (1.0, 4, 3)
     # everything else is the base's
@@ -75,13 +77,13 @@ def test_every_combination_has_a_name_that_tells_it_apart():
 
 
 def test_nothing_varied_is_the_base_itself():
-    (cell,) = vary(tiny(), {}, seeds=(0,), judge=JUDGE)
-    assert (cell.name, cell.config) == ("base-seed0", tiny())
+    (trial,) = vary(tiny(), {}, seeds=(0,), evaluation=EVALUATION)
+    assert (trial.name, trial.config) == ("base-seed0", tiny())
 
 
 def test_a_value_is_made_part_of_a_file_name():
-    cells = vary(tiny(), {"data.source": ["a/b c.zip"]}, seeds=(0,), judge=JUDGE)
-    assert cells[0].name == "sourcea_bc.zip-seed0"
+    trials = vary(tiny(), {"data.source": ["a/b c.zip"]}, seeds=(0,), evaluation=EVALUATION)
+    assert trials[0].name == "sourcea_bc.zip-seed0"
 
 
 @pytest.mark.parametrize(
@@ -109,81 +111,81 @@ def test_settings_of_the_base_are_not_touched():
 
 
 def test_cells_of_the_same_name_are_refused(tmp_path):
-    cells = vary(tiny(), {"shortcut.alpha_min": [0.6, 0.6]}, seeds=(0,), judge=JUDGE)
-    with pytest.raises(UserError, match="Two cells of this sweep have the same name"):
-        sweep(cells, Folders(tmp_path / "records", tmp_path / "runs"))
+    trials = vary(tiny(), {"shortcut.alpha_min": [0.6, 0.6]}, seeds=(0,), evaluation=EVALUATION)
+    with pytest.raises(UserError, match="Two trials of this sweep have the same name"):
+        sweep(trials, Folders(tmp_path / "records", tmp_path / "runs"))
     assert not list(tmp_path.iterdir())
 
 
 def test_a_misspelt_option_is_refused_before_anything_is_started(tmp_path):
-    cells = vary(tiny(), {"model.options.dpeth": [2]}, seeds=(0,), judge=JUDGE)
+    trials = vary(tiny(), {"model.options.dpeth": [2]}, seeds=(0,), evaluation=EVALUATION)
     with pytest.raises(UserError, match="dpeth"):
-        sweep(cells, Folders(tmp_path / "records", tmp_path / "runs"))
+        sweep(trials, Folders(tmp_path / "records", tmp_path / "runs"))
     assert not list(tmp_path.iterdir())
 
 
-# ---- a sweep with a plain, a diverging and a broken cell
+# ---- a sweep with a plain, a diverging and a broken trial
 
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
-    """(folders, cells by name, what the sweep came to, what it printed)"""
+    """(folders, trials by name, what the sweep came to, what it printed)"""
     root = tmp_path_factory.mktemp("swept")
     (root / "broken.npz").write_text("this is no archive")
-    cells = {
+    trials = {
         "broken": cell_of("broken", tiny(source="broken.npz")),
         "plain": cell_of("plain", tiny()),
         "wild": cell_of("wild", tiny(optim=replace(tiny().optim, lr=1e30))),
     }
     folders = Folders(root / "records", root / "runs", root)
     out = io.StringIO()
-    return folders, cells, sweep(list(cells.values()), folders, out=out), out.getvalue()
+    return folders, trials, sweep(list(trials.values()), folders, out=out), out.getvalue()
 
 
 def test_a_failing_cell_is_retried_once_and_reported_and_the_others_finish(swept):
-    folders, cells, progress, printed = swept
+    folders, trials, progress, printed = swept
     assert sorted(progress.done) == ["plain-seed0", "wild-seed0"]
     assert progress.skipped == []
     assert list(progress.failed) == ["broken-seed0"]
     assert "broken.npz" in progress.failed["broken-seed0"]
-    assert not folders.record(cells["broken"]).exists()
+    assert not folders.record(trials["broken"]).exists()
     assert ATTEMPTS == 2
-    log = (folders.run(cells["broken"]) / "log.txt").read_text()
+    log = (folders.run(trials["broken"]) / "log.txt").read_text()
     assert log.splitlines().count(progress.failed["broken-seed0"]) == ATTEMPTS
     assert printed.count("broken-seed0 failed: ") == ATTEMPTS
     assert printed.count("plain-seed0 done; about ") == 1
 
 
 def test_a_record_says_what_was_run_and_what_came_out(swept):
-    folders, cells, *_ = swept
-    record = read_json(folders.record(cells["plain"]))
-    assert set(record) >= {"schema", "name", "variant", "config", "judge", "seed", "commit", "machine", "metrics"}
+    folders, trials, *_ = swept
+    record = read_json(folders.record(trials["plain"]))
+    assert set(record) >= {"schema", "name", "variant", "config", "evaluation", "seed", "commit", "machine", "metrics"}
     assert {"seconds", "processor_seconds"} <= set(record)
     assert record["metrics"]["diverged"] is False
-    assert finished(cells["plain"], folders.record(cells["plain"]))
-    assert not finished(cells["plain"], folders.record(cells["wild"]))
+    assert finished(trials["plain"], folders.record(trials["plain"]))
+    assert not finished(trials["plain"], folders.record(trials["wild"]))
     assert [found["name"] for found in records(folders.records)] == ["plain-seed0", "wild-seed0"]
 
 
 def test_divergence_is_a_result(swept):
-    folders, cells, *_ = swept
-    metrics = read_json(folders.record(cells["wild"]))["metrics"]
+    folders, trials, *_ = swept
+    metrics = read_json(folders.record(trials["wild"]))["metrics"]
     assert metrics["diverged"] is True
-    assert 0 <= metrics["seen"] < cells["wild"].config.optim.samples
+    assert 0 <= metrics["seen"] < trials["wild"].config.optim.samples
     assert str(folders.runs) not in metrics["reason"]
     assert "knn_mean" not in metrics
 
 
 def test_weights_of_judged_runs_are_deleted(swept):
-    folders, cells, *_ = swept
-    run = folders.run(cells["plain"]) / "run"
+    folders, trials, *_ = swept
+    run = folders.run(trials["plain"]) / "run"
     assert (run / "metrics.jsonl").exists()
     assert not (run / "checkpoints").exists()
 
 
 def test_a_second_sweep_touches_nothing(swept):
-    folders, cells, *_ = swept
-    done = [cells["plain"], cells["wild"]]
+    folders, trials, *_ = swept
+    done = [trials["plain"], trials["wild"]]
 
     def state():
         paths = sorted(path for part in (folders.records, folders.runs) for path in part.rglob("*"))
@@ -196,20 +198,20 @@ def test_a_second_sweep_touches_nothing(swept):
 
 
 def test_another_config_or_judge_under_the_same_name_is_not_finished(swept):
-    folders, cells, *_ = swept
-    plain, path = cells["plain"], folders.record(cells["plain"])
+    folders, trials, *_ = swept
+    plain, path = trials["plain"], folders.record(trials["plain"])
     assert not finished(replace(plain, config=replace(plain.config, seed=5)), path)
-    assert not finished(replace(plain, judge=replace(JUDGE, tested=61)), path)
+    assert not finished(replace(plain, evaluation=replace(EVALUATION, tested=61)), path)
     assert not finished(plain, path.with_name("fnord.json"))
 
 
 def test_a_changed_cell_is_trained_anew(swept):
-    """Its old run, of which the weights are gone, would be refused or would lack what is to be judged."""
-    folders, cells, *_ = swept
+    """Its old run, of which the weights are gone, would be refused or would lack what is to be evaluated."""
+    folders, trials, *_ = swept
     changed = replace(
-        cells["wild"],
+        trials["wild"],
         config=tiny(updates=5, save=SaveConfig(every=32, keep_every=32)),
-        judge=replace(JUDGE, checkpoints=True, probe=False),
+        evaluation=replace(EVALUATION, checkpoints=True, probe=False),
     )
     assert sweep([changed], folders, out=io.StringIO()).done == ["wild-seed0"]
     metrics = read_json(folders.record(changed))["metrics"]
@@ -217,10 +219,10 @@ def test_a_changed_cell_is_trained_anew(swept):
     assert [row["seen"] for row in metrics["over_time"]] == [32, 64, 80]
 
     run = folders.run(changed)
-    assert not outdated(run, replace(changed, judge=JUDGE))  # its weights still serve another judge
+    assert not outdated(run, replace(changed, evaluation=EVALUATION))  # its weights still serve another evaluation
     assert outdated(run, changed)  # but not one who looks at checkpoints that are gone
     assert outdated(run, replace(changed, config=tiny()))
-    write_json(run / "cell.json", {**changed.to_json(), "config": {"a setting of": "another version"}})
+    write_json(run / "trial.json", {**changed.to_json(), "config": {"a setting of": "another version"}})
     assert not outdated(run, replace(changed, config=tiny()))  # nor is deleted what cannot be read
 
 
@@ -255,19 +257,19 @@ def test_a_signal_reaches_every_running_process(number):
 
 
 def test_a_terminated_sweep_goes_on_and_ends_with_the_same_numbers(tmp_path):
-    config = tiny(updates=200, batch=32, watch=WatchConfig(every=3200, report=320))
-    cell = cell_of("long", config, replace(JUDGE, probe=False))
+    config = tiny(updates=200, batch=32, monitor=MonitorConfig(every=3200, report=320))
+    trial = cell_of("long", config, replace(EVALUATION, probe=False))
     folders = Folders(tmp_path / "records", tmp_path / "runs")
-    run = folders.run(cell) / "run"
-    write_json(tmp_path / "cell.json", cell.to_json())
+    run = folders.run(trial) / "run"
+    write_json(tmp_path / "trial.json", trial.to_json())
     script = """if True:
         import sys
         from pathlib import Path
-        from anechoic.paper.trial import cell_from_json
+        from anechoic.paper.trial import trial_from_json
         from anechoic.paper.sweep import Folders, sweep
         from anechoic.runtime.run import read_json
         here = Path(sys.argv[1])
-        sweep([cell_from_json(read_json(here / "cell.json"))], Folders(here / "records", here / "runs"))
+        sweep([trial_from_json(read_json(here / "trial.json"))], Folders(here / "records", here / "runs"))
     """
     process = run_script(script, str(tmp_path))
     while not (run / "metrics.jsonl").exists():
@@ -276,15 +278,15 @@ def test_a_terminated_sweep_goes_on_and_ends_with_the_same_numbers(tmp_path):
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate()
     assert process.returncode == 128 + signal.SIGTERM, error
-    assert not (run / "results.json").exists(), "the cell had finished before the signal came: make it longer"
+    assert not (run / "results.json").exists(), "the trial had finished before the signal came: make it longer"
     assert any((run / "checkpoints").iterdir())
-    assert not folders.record(cell).exists()
+    assert not folders.record(trial).exists()
 
-    progress = sweep([cell], folders, out=io.StringIO())
+    progress = sweep([trial], folders, out=io.StringIO())
     assert (progress.done, progress.failed) == (["long-seed0"], {})
     assert len(read_json(run / "env.json")["starts"]) == 2
-    whole = run_cell(cell, tmp_path / "whole", root=tmp_path)
-    assert read_json(folders.record(cell))["metrics"] == json.loads(json.dumps(whole["metrics"]))
+    whole = run_trial(trial, tmp_path / "whole", root=tmp_path)
+    assert read_json(folders.record(trial))["metrics"] == json.loads(json.dumps(whole["metrics"]))
 
 
 # ---- how long it takes
@@ -317,12 +319,12 @@ def test_work_and_estimates_grow_with_the_samples(tmp_path):
 
 def test_estimates_learn_from_what_finished_cells_took(tmp_path):
     folders = Folders(tmp_path / "records", tmp_path / "runs")
-    cells = [cell_of("one", tiny()), cell_of("two", tiny(updates=8))]
-    before = estimates(cells, folders)
+    trials = [cell_of("one", tiny()), cell_of("two", tiny(updates=8))]
+    before = estimates(trials, folders)
     folders.records.mkdir()
     took = 7 * before["one-seed0"]
-    write_json(folders.record(cells[0]), {**cells[0].to_json(), "processor_seconds": took})
-    after = estimates(cells, folders)
+    write_json(folders.record(trials[0]), {**trials[0].to_json(), "processor_seconds": took})
+    after = estimates(trials, folders)
     assert after["one-seed0"] == pytest.approx(took)
     assert after["two-seed0"] == pytest.approx(7 * before["two-seed0"])
 

@@ -1,4 +1,4 @@
-"""One cell: its JSON, its data, what the judges measure, and a record measured again."""
+"""One trial: its JSON, its data, what the judges measure, and a record measured again."""
 
 import contextlib
 import io
@@ -16,21 +16,21 @@ from anechoic.config import (
     Config,
     DataConfig,
     ModelConfig,
+    MonitorConfig,
     ObjectiveConfig,
     OptimConfig,
     SaveConfig,
     ShortcutConfig,
-    WatchConfig,
 )
 from anechoic.data import open_source
 from anechoic.errors import UserError
-from anechoic.paper import judging
-from anechoic.paper.trial import Cell, Judge, cell_from_json, is_file, localised, located, rounded, run_cell
+from anechoic.paper import evaluation
+from anechoic.paper.trial import EvalPlan, Trial, is_file, localised, located, rounded, run_trial, trial_from_json
 from anechoic.paper.verify import compare, numbers, verdict_text
 from anechoic.runtime.run import read_json, write_json
 
 BATCH = 16
-JUDGE = Judge("digits:train", "digits:test", fitted=200, tested=100)
+EVALUATION = EvalPlan("digits:train", "digits:test", fitted=200, tested=100)
 MAE = {"patch_size": 4, "dim": 16, "depth": 2, "num_heads": 2}
 DECODER = {"decoder_dim": 16, "decoder_depth": 1, "decoder_num_heads": 2}
 
@@ -42,7 +42,7 @@ def tiny(model, objective, *, updates=4, **changes):
         shortcut=ShortcutConfig(alpha_min=0.7),
         objective=objective,
         optim=OptimConfig(batch_size=BATCH, samples=updates * BATCH, lr=1e-3),
-        watch=WatchConfig(every=2 * BATCH, report=BATCH),
+        monitor=MonitorConfig(every=2 * BATCH, report=BATCH),
         save=SaveConfig(every=2 * BATCH, keep_every=2 * BATCH),
         threads=1,
         devices=1,
@@ -70,15 +70,19 @@ def cli(*arguments):
 
 
 def test_a_cell_is_its_json():
-    judge = Judge("a", "b", fitted=7, protocol="in100", probe_layers=(0, 2), checkpoints=True, noise=(0.5, 0.25))
-    cell = Cell("alpha0.7-seed3", "alpha0.7", tiny_mae(seed=3), judge)
-    assert cell_from_json(json.loads(json.dumps(cell.to_json()))) == cell
+    evaluation = EvalPlan(
+        "a", "b", fitted=7, protocol="in100", probe_layers=(0, 2), checkpoints=True, noise=(0.5, 0.25)
+    )
+    trial = Trial("alpha0.7-seed3", "alpha0.7", tiny_mae(seed=3), evaluation)
+    assert trial_from_json(json.loads(json.dumps(trial.to_json()))) == trial
 
 
-@pytest.mark.parametrize("values", [{}, {"name": "x"}, [], {"judge": 3, "name": "x", "variant": "x", "config": {}}])
+@pytest.mark.parametrize(
+    "values", [{}, {"name": "x"}, [], {"evaluation": 3, "name": "x", "variant": "x", "config": {}}]
+)
 def test_what_is_no_cell_is_refused(values):
-    with pytest.raises(UserError, match="This is no record of a cell"):
-        cell_from_json(values)
+    with pytest.raises(UserError, match="This is no record of a trial"):
+        trial_from_json(values)
 
 
 @pytest.mark.parametrize(
@@ -100,8 +104,8 @@ def test_files_are_below_the_root_and_embedded_data_is_everywhere(source, there)
 
 def test_every_source_of_a_cell_is_located():
     config = tiny_mae(data=DataConfig("train.zip"))
-    here = localised(Cell("x", "x", config, Judge("fit.zip", "test.zip")), Path("data"))
-    assert (here.config.data.source, here.judge.train, here.judge.test) == (
+    here = localised(Trial("x", "x", config, EvalPlan("fit.zip", "test.zip")), Path("data"))
+    assert (here.config.data.source, here.evaluation.train, here.evaluation.test) == (
         "data/train.zip",
         "data/fit.zip",
         "data/test.zip",
@@ -121,31 +125,31 @@ def test_rounded():
 
 
 def test_evenly_spaced_indices_cover_both_ends_once():
-    assert judging.evenly(10, 4).tolist() == [0, 3, 6, 9]
-    assert judging.evenly(5, 99).tolist() == [0, 1, 2, 3, 4]
-    found = judging.evenly(50_000, 5000)
+    assert evaluation.evenly(10, 4).tolist() == [0, 3, 6, 9]
+    assert evaluation.evenly(5, 99).tolist() == [0, 1, 2, 3, 4]
+    found = evaluation.evenly(50_000, 5000)
     assert len(np.unique(found)) == 5000
     assert (found[0], found[-1]) == (0, 49_999)
 
 
-# ---- an encoder, all that its judge can do
+# ---- an encoder, all that its evaluation can do
 
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory):
-    """(cell, record, run directory)"""
+    """(trial, record, run directory)"""
     folder = tmp_path_factory.mktemp("encoder")
-    judge = replace(JUDGE, checkpoints=True, pictures=True, probe_layers=(0, 2, 9))
-    cell = Cell("tiny-seed0", "tiny", tiny_mae(), judge)
-    return cell, run_cell(cell, folder / "run", root=folder), folder / "run"
+    evaluation = replace(EVALUATION, checkpoints=True, pictures=True, probe_layers=(0, 2, 9))
+    trial = Trial("tiny-seed0", "tiny", tiny_mae(), evaluation)
+    return trial, run_trial(trial, folder / "run", root=folder), folder / "run"
 
 
 def test_a_record_has_the_fields_of_the_contract(encoder):
-    cell, record, _ = encoder
+    trial, record, _ = encoder
     for field in ("schema", "config", "seed", "commit", "machine", "metrics", "seconds"):
         assert field in record
     assert (record["name"], record["variant"], record["seed"]) == ("tiny-seed0", "tiny", 0)
-    assert cell_from_json(record) == cell
+    assert trial_from_json(record) == trial
     assert {"processor", "system", "torch", "numpy"} <= set(record["machine"])
     assert record["processor_seconds"] > 0
     json.dumps(record, allow_nan=False)
@@ -195,12 +199,12 @@ def test_pictures_are_kept_as_bytes(encoder):
     assert np.array(pictures["map"]["points"]).shape == (100, 2)
     assert len(pictures["map"]["labels"]) == 100
     assert len(pictures["map"]["names"]) == 10
-    images = judging.unpacked(pictures["reconstructions"]["images"])
-    hidden = judging.unpacked(pictures["reconstructions"]["hidden"])
-    assert images.shape == judging.unpacked(pictures["reconstructions"]["predictions"]).shape == (4, 8, 8, 1)
+    images = evaluation.unpacked(pictures["reconstructions"]["images"])
+    hidden = evaluation.unpacked(pictures["reconstructions"]["hidden"])
+    assert images.shape == evaluation.unpacked(pictures["reconstructions"]["predictions"]).shape == (4, 8, 8, 1)
     assert set(np.unique(hidden)) == {0.0, 1.0}
     assert hidden.mean() == pytest.approx(0.75)
-    assert judging.unpacked(pictures["colours"]["colours"]).shape == (8, 2, 2, 3)
+    assert evaluation.unpacked(pictures["colours"]["colours"]).shape == (8, 2, 2, 3)
     first = open_source("digits:test", channels=1).read(0)[0].numpy()
     assert np.abs(images[0, ..., 0] - first / 255).max() < 0.01
 
@@ -211,8 +215,8 @@ def test_pictures_are_kept_as_bytes(encoder):
 def test_a_denoiser_is_judged_by_its_images_and_its_features(tmp_path):
     model = ModelConfig("uvit_small", {"patch_size": 4, "dim": 16, "depth": 2, "num_heads": 2})
     config = tiny(model, ObjectiveConfig("noise_prediction", {"process": "vp"}))
-    judge = replace(JUDGE, samples=24, extractor="digits", noise=(0.05, 0.2))
-    metrics = run_cell(Cell("d-seed0", "d", config, judge), tmp_path / "run", root=tmp_path)["metrics"]
+    evaluation = replace(EVALUATION, samples=24, extractor="digits", noise=(0.05, 0.2))
+    metrics = run_trial(Trial("d-seed0", "d", config, evaluation), tmp_path / "run", root=tmp_path)["metrics"]
     assert metrics["diverged"] is False
     assert metrics["frechet"] > 0
     assert 0 <= metrics["precision"] <= 1
@@ -229,15 +233,15 @@ def test_a_denoiser_is_judged_by_its_images_and_its_features(tmp_path):
 
 
 def test_without_labels_or_samples_a_denoiser_is_only_trained(tmp_path):
-    assert judging.judge_denoiser(tmp_path, Judge(), source="digits:train", seed=0) == {}
+    assert evaluation.judge_denoiser(tmp_path, EvalPlan(), source="digits:train", seed=0) == {}
 
 
 def test_a_classifier_is_judged_by_its_own_decisions(tmp_path):
     model = ModelConfig("resnet18", {"num_blocks": 8, "num_classes": 10, "width": 8})
     config = tiny(model, ObjectiveConfig("supervised"), updates=40, save=SaveConfig(every=40 * BATCH))
-    config = replace(config, optim=replace(config.optim, lr=1e-2), watch=WatchConfig(every=40 * BATCH))
+    config = replace(config, optim=replace(config.optim, lr=1e-2), monitor=MonitorConfig(every=40 * BATCH))
     config = replace(config, data=replace(config.data, labels=True, augment="none"))
-    metrics = run_cell(Cell("c-seed0", "c", config, JUDGE), tmp_path / "run", root=tmp_path)["metrics"]
+    metrics = run_trial(Trial("c-seed0", "c", config, EVALUATION), tmp_path / "run", root=tmp_path)["metrics"]
     assert metrics["diverged"] is False
     assert is_accuracy(metrics["accuracy"])
     assert metrics["accuracy"] > 30  # chance is 10
@@ -255,7 +259,7 @@ def test_a_cell_is_judged_with_the_threads_of_its_training(tmp_path, monkeypatch
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        record = run_cell(Cell("c-seed0", "c", tiny_mae(updates=1), JUDGE), tmp_path / "run", root=tmp_path)
+        record = run_trial(Trial("c-seed0", "c", tiny_mae(updates=1), EVALUATION), tmp_path / "run", root=tmp_path)
         assert record["metrics"]["seen_threads"] == 1
         assert torch.get_num_threads() == 2
     finally:
@@ -265,7 +269,7 @@ def test_a_cell_is_judged_with_the_threads_of_its_training(tmp_path, monkeypatch
 @pytest.fixture
 def record_file(encoder, tmp_path):
     _, record, _ = encoder
-    plain = {**record, "judge": {**record["judge"], "pictures": False}}
+    plain = {**record, "evaluation": {**record["evaluation"], "pictures": False}}
     plain["metrics"] = {name: value for name, value in record["metrics"].items() if name != "pictures"}
     write_json(tmp_path / "record.json", plain)
     return tmp_path / "record.json"
@@ -332,11 +336,11 @@ def test_a_record_without_judge_stands_by_its_loss(encoder):
 
 
 def test_what_is_no_record_is_not_repeated(encoder, tmp_path):
-    cell, *_ = encoder
-    write_json(tmp_path / "cell.json", cell.to_json())
+    trial, *_ = encoder
+    write_json(tmp_path / "trial.json", trial.to_json())
     (tmp_path / "broken.json").write_text("{")
     write_json(tmp_path / "other.json", {"a": 1})
-    for name in ("cell.json", "broken.json", "other.json", "missing.json"):
+    for name in ("trial.json", "broken.json", "other.json", "missing.json"):
         code, out, error = cli("reproduce", "--verify", tmp_path / name, "--runs", tmp_path / "runs")
         assert (code, out) == (2, "")
         assert error.count("\n") == 1

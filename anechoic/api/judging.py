@@ -137,7 +137,7 @@ def knn(
     from anechoic.evals.analysis import as_tensor
     from anechoic.evals.bank import pick_device
     from anechoic.evals.knn import knn_accuracy
-    from anechoic.report.tables import grid, percent
+    from anechoic.report.tables import percent, text_table
 
     started = time.perf_counter()
     encoder = the_encoder(run, model, image_size)
@@ -159,7 +159,9 @@ def knn(
             accuracy = {str(count): value for count, value in found.items()}
             rows.append({"encoder": name, "layer": layer, "pooling": pool, "accuracy": accuracy})
     cells = [[r["encoder"], r["layer"], r["pooling"], *(percent(v) for v in r["accuracy"].values())] for r in rows]
-    text = f"k-NN top-1 in per cent, {sizes(labelled)}\n" + grid(["encoder", "layer", "pooling", *map(str, k)], cells)
+    text = f"k-NN top-1 in per cent, {sizes(labelled)}\n" + text_table(
+        ["encoder", "layer", "pooling", *map(str, k)], cells
+    )
     own = [row for row in rows if row["encoder"] == encoder.name]
     best = max(own, key=lambda row: max(row["accuracy"].values()))
     metrics = {"accuracy": max(best["accuracy"].values()), "rows": rows, **counts(labelled)}
@@ -210,7 +212,7 @@ def probe(
         seed: of the held-out parts, of the heads' weights and order, and of the untrained network.
     """
     from anechoic.evals.protocols import in100_rows, logistic_rows, mae_rows
-    from anechoic.report.tables import grid, percent
+    from anechoic.report.tables import percent, text_table
 
     started = time.perf_counter()
     config = {"run": run, "model": model, "train": train, "test": test, "holdout": holdout, "protocol": protocol}
@@ -265,7 +267,7 @@ def probe(
         for row in rows
     ]
     text = f"{protocol} probe, top-1 in per cent, {sizes(labelled)}\n"
-    text += grid(["encoder", "layer", "pooling", "top-1", *extra], cells)
+    text += text_table(["encoder", "layer", "pooling", "top-1", *extra], cells)
     own = [row["accuracy"] for row in rows if row["encoder"] == encoder.name]
     return outcome(config, {"accuracy": max(own), "rows": rows, **counts(labelled)}, text, started, seed)
 

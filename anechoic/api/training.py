@@ -89,7 +89,7 @@ def pretrain(
     config = replace(
         config,
         init_from=str(init_from or ""),
-        watch=replace(config.watch, knn=knn),
+        monitor=replace(config.monitor, knn=knn),
         data=replace(config.data, workers=workers),
     )
     if alpha_min is None:

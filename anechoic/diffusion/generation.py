@@ -193,11 +193,9 @@ def refuse_impossible(request: Request) -> None:
 def _generate_into(request: Request, folder: str, progress: bool) -> dict[str, Any]:
     """Runs in each of several processes: its share of the images goes to a file, the first one's receipt back."""
     torch.set_num_threads(1)
-    with join() as place:
-        part = _generate_part(
-            request, rank=place.rank, world_size=place.world_size, progress=progress and place.is_first
-        )
-    np.save(Path(folder) / f"{place.rank}.npy", part.pixels.numpy())
+    with join() as world:
+        part = _generate_part(request, rank=world.rank, world_size=world.size, progress=progress and world.is_first)
+    np.save(Path(folder) / f"{world.rank}.npy", part.pixels.numpy())
     return part.receipt
 
 
@@ -274,7 +272,7 @@ def write_images(images: Images, out: Path, *, columns: int | None = None) -> No
     """A grid picture (.png), arrays (.npz), or a folder with a PNG each, by class where there are classes."""
     if out.suffix == ".png":
         out.parent.mkdir(parents=True, exist_ok=True)
-        grid(images.pixels, columns=columns or default_columns(images)).save(out)
+        contact_sheet(images.pixels, columns=columns or default_columns(images)).save(out)
     elif out.suffix == ".npz":
         out.parent.mkdir(parents=True, exist_ok=True)
         arrays = {"images": images.pixels.permute(0, 2, 3, 1).numpy(), "receipt": np.array(json.dumps(images.receipt))}
@@ -324,7 +322,7 @@ def default_columns(images: Images) -> int:
     return math.ceil(math.sqrt(len(images.pixels)))
 
 
-def grid(pixels: Tensor, *, columns: int, cell: int = 48, gap: int = 4) -> Any:
+def contact_sheet(pixels: Tensor, *, columns: int, cell: int = 48, gap: int = 4) -> Any:
     """One picture of all images, row by row on white; small ones enlarged by a whole factor to about `cell` pixels."""
     n, channels, height, width = pixels.shape
     factor = max(1, cell // max(height, width))

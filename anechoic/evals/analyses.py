@@ -23,7 +23,7 @@ from anechoic.evals.features import Pooling, evaluating, patch_maps
 from anechoic.evals.knn import nearest
 from anechoic.models import family_of
 from anechoic.models.layers import Network, patchify, unpatchify
-from anechoic.report.tables import grid
+from anechoic.report.tables import text_table
 from anechoic.rng import Draws
 
 COLUMNS = {
@@ -208,13 +208,13 @@ def layer_text(metrics: Mapping[str, Any]) -> str:
         "mean over samples removed. Layer 0 is the embedding; input share is what is left of it on the identity path."
     )
     drawn = "".join(f"\n{path}" for path in metrics.get("figures", ()))
-    return grid(header, cells) + "\n" + notes + drawn
+    return text_table(header, cells) + "\n" + notes + drawn
 
 
 def dynamics_text(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     keys = ("run", "alpha_min", "seen", "accuracy", "entropy_rows", "rank_rows", "rank_columns")
-    points = grid(keys, [[point[key] for key in keys] for point in found["points"]])
+    points = text_table(keys, [[point[key] for key in keys] for point in found["points"]])
     columns = ("seen", "runs", "r_rows", "low_rows", "high_rows", "r_columns")
     if not found["correlations"]:
         return points + "\nNo checkpoint is common to all runs, so there is no correlation."
-    return points + "\n\n" + grid(columns, [[row[key] for key in columns] for row in found["correlations"]])
+    return points + "\n\n" + text_table(columns, [[row[key] for key in columns] for row in found["correlations"]])

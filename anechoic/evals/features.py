@@ -200,7 +200,7 @@ def frozen_batches(
         fast(images, keep)
         return {(layer, pooling): found[layer, pooling] for layer in chosen for pooling in poolings}
 
-    grid = network.config.grid
+    grid = network.config.grid_size
     yield from in_groups(run, batches, tokens=1 + grid[0] * grid[1])
 
 

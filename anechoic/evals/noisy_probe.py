@@ -25,7 +25,7 @@ from anechoic.evals.bank import pick_device
 from anechoic.evals.features import Key, extract
 from anechoic.evals.labelled import Labelled, LabelledFeatures, open_labelled, split_indices
 from anechoic.evals.protocols import in100_rows, logistic_rows
-from anechoic.report.tables import grid, percent
+from anechoic.report.tables import percent, text_table
 from anechoic.rng import Draws
 
 HELD_OUT = 0.1
@@ -85,7 +85,7 @@ class NoisyProbe:
             row = cells[layer, level]
             return f"{percent(row.accuracy):.2f}{'*' if row is self.chosen else ' '}"
 
-        table = grid(
+        table = text_table(
             ["layer", *(f"t={level:g}" for level in levels)],
             [[layer, *(cell(layer, level) for level in levels)] for layer in layers],
         )

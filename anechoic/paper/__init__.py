@@ -1,1 +1,1 @@
-"""Evidence: trained and judged cells, sweeps of them, the paper's tables and figures, and what they say for users."""
+"""The paper's tables and figures and the map: grids, trials, records, statistics and pages."""

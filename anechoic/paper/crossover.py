@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from anechoic.paper.grids import Grid, Row, Variant
-from anechoic.paper.pocket import JUDGE, MAP_SAMPLES, PAIR, PROBES, TEST, TRAIN, mae
-from anechoic.paper.trial import Judge
+from anechoic.paper.pocket import EVALUATION, MAP_SAMPLES, PAIR, PROBES, TEST, TRAIN, mae
+from anechoic.paper.trial import EvalPlan
 from anechoic.shortcut import KEPT, alpha_min_for, effective_decay, linear
 
 # ---- one thing changed
@@ -36,9 +36,9 @@ AXES: dict[str, tuple[str, dict[str, Any]]] = {
     "scenes": ("procedural scenes", {"source": "scenes:train"}),
     "digits": ("digits", {"source": "digits:train", "image_size": 8, "patch_size": 2, "channels": 1}),
 }
-AXES_JUDGES = {
-    "scenes": Judge("scenes:train:5000", "scenes:test:2000", fitted=5000, tested=2000),
-    "digits": Judge("digits:train", "digits:test", tested=2000),
+AXES_EVALUATIONS = {
+    "scenes": EvalPlan("scenes:train:5000", "scenes:test:2000", fitted=5000, tested=2000),
+    "digits": EvalPlan("digits:train", "digits:test", tested=2000),
 }
 
 
@@ -46,13 +46,13 @@ def axes_variants() -> dict[str, Variant]:
     """Pairs (residual, decayed) that differ from the pocket setting in one thing."""
     found = {
         f"{name}-alpha{alpha:g}": Variant(
-            mae(alpha, **{"samples": MAP_SAMPLES, **changes}), AXES_JUDGES.get(name, JUDGE)
+            mae(alpha, **{"samples": MAP_SAMPLES, **changes}), AXES_EVALUATIONS.get(name, EVALUATION)
         )
         for name, (_, changes) in AXES.items()
         for alpha in PAIR
     }
     equal = round(alpha_min_for(24, effective_decay=effective_decay_of(0.6, branches=12)), 3)
-    found["depth12-equal"] = Variant(mae(equal, samples=MAP_SAMPLES, depth=12), JUDGE)
+    found["depth12-equal"] = Variant(mae(equal, samples=MAP_SAMPLES, depth=12), EVALUATION)
     return found
 
 
@@ -72,15 +72,15 @@ AXES_GRID = Grid(
     metrics=PROBES,
     baseline="base-alpha1",
     kind="axes",
-    twins=[f"{name}-alpha1" for name in AXES],
+    baselines=[f"{name}-alpha1" for name in AXES],
 )
 
 
 def length_variants() -> dict[str, Variant]:
-    judge = replace(JUDGE, checkpoints=True)
+    evaluation = replace(EVALUATION, checkpoints=True)
 
     def long(alpha: float, **settings: Any) -> Variant:
-        return Variant(mae(alpha, samples=LONG_SAMPLES, constant_lr=True, checkpoints=8, **settings), judge)
+        return Variant(mae(alpha, samples=LONG_SAMPLES, constant_lr=True, checkpoints=8, **settings), evaluation)
 
     return {
         **{f"alpha{alpha:g}": long(alpha) for alpha in (1.0, 0.8, 0.6)},
@@ -129,7 +129,7 @@ REMEDIES: dict[str, tuple[str, dict[str, Any]]] = {
     "learnable": ("learnable alpha, starting at the schedule", {"alpha_min": 0.6, "form": "learnable"}),
     "attention": ("attention branches only", {"alpha_min": 0.6, "form": "attention"}),
     "mlp": ("MLP branches only", {"alpha_min": 0.6, "form": "mlp"}),
-    "fade-in": ("alpha falls from 1 over half of the training", {"alpha_min": 0.6, "fade_in": 0.5}),
+    "fade-in": ("alpha falls from 1 over half of the training", {"alpha_min": 0.6, "anneal": 0.5}),
     "lr3e-3": ("three times the learning rate", {"alpha_min": 0.6, "lr": 3e-3}),
 }
 
@@ -142,7 +142,7 @@ def remedy_variants() -> dict[str, Variant]:
         "residual-skip-norm": {"skip_norm": True},
     }
     every = {**plain, **{name: changes for name, (_, changes) in REMEDIES.items()}}
-    return {name: Variant(mae(**{"samples": MAP_SAMPLES, **changes}), JUDGE) for name, changes in every.items()}
+    return {name: Variant(mae(**{"samples": MAP_SAMPLES, **changes}), EVALUATION) for name, changes in every.items()}
 
 
 REMEDY_GRID = Grid(
@@ -169,7 +169,7 @@ SEARCH_DEPTHS, SEARCH_ALPHAS = (2, 3, 4), (1.0, 0.8, 0.6)
 def search_variants() -> dict[str, Variant]:
     """Shallow encoders: decay gathers abstraction in the first blocks, so a network may end where it is ahead."""
     return {
-        f"depth{depth}-alpha{alpha:g}": Variant(mae(alpha, depth=depth, decoder_depth=max(1, depth // 2)), JUDGE)
+        f"depth{depth}-alpha{alpha:g}": Variant(mae(alpha, depth=depth, decoder_depth=max(1, depth // 2)), EVALUATION)
         for depth in SEARCH_DEPTHS
         for alpha in SEARCH_ALPHAS
     }
@@ -189,7 +189,7 @@ SEARCH = Grid(
     metrics=PROBES,
     baseline="depth3-alpha1",
     kind="axes",
-    twins=[f"depth{depth}-alpha1" for depth in SEARCH_DEPTHS],
+    baselines=[f"depth{depth}-alpha1" for depth in SEARCH_DEPTHS],
 )
 
 
@@ -201,9 +201,9 @@ EARLY_SAMPLES = 160_000
 
 def early_variants() -> dict[str, Variant]:
     """The paper's depth on patches of 4: is the stream more abstract where little of it has been taken away yet?"""
-    judge = Judge(TRAIN, TEST, probe_layers=(2, 3, EARLY, 5, 6))
+    evaluation = EvalPlan(TRAIN, TEST, probe_layers=(2, 3, EARLY, 5, 6))
     settings: dict[str, Any] = {"patch_size": 4, "depth": 12, "batch": 64, "lr": 7e-4, "samples": EARLY_SAMPLES}
-    return {f"alpha{alpha:g}": Variant(mae(alpha, **settings), judge) for alpha in PAIR}
+    return {f"alpha{alpha:g}": Variant(mae(alpha, **settings), evaluation) for alpha in PAIR}
 
 
 EARLY_GRID = Grid(

@@ -26,12 +26,12 @@ from anechoic.paper.pocket import (
     UVIT_ALPHAS,
     probe,
 )
-from anechoic.paper.trial import Judge
+from anechoic.paper.trial import EvalPlan
 from anechoic.recipes import recipe
 
 IN100_SIZE, IN1K_SIZE = 126_689, 1_281_167
-IN1K = Judge("imagenet/train", "imagenet/val", fitted=IN1K_SIZE, tested=50_000, protocol="mae")
-IN100 = Judge("imagenet100/train", "imagenet100/val", fitted=IN100_SIZE, tested=5000, protocol="in100")
+IN1K = EvalPlan("imagenet/train", "imagenet/val", fitted=IN1K_SIZE, tested=50_000, protocol="mae")
+IN100 = EvalPlan("imagenet100/train", "imagenet100/val", fitted=IN100_SIZE, tested=5000, protocol="in100")
 
 
 def of(name: str, source: str, *, size: int = 0, alpha_min: float | None = None, **changes: Any) -> Config:
@@ -82,7 +82,7 @@ def in1k_variants() -> dict[str, Variant]:
 
 
 def uvit_variants() -> dict[str, Variant]:
-    cifar = Judge(
+    cifar = EvalPlan(
         "cifar100/train.parquet",
         "cifar100/test.parquet",
         fitted=50_000,
@@ -105,10 +105,10 @@ def uvit_variants() -> dict[str, Variant]:
 
 
 def resnet_variants() -> dict[str, Variant]:
-    judge = Judge("cifar10/train", "cifar10/test", fitted=50_000)
+    evaluation = EvalPlan("cifar10/train", "cifar10/test", fitted=50_000)
     return {
         f"blocks{blocks}-alpha{alpha:g}": Variant(
-            of("resnet18_cifar", "cifar10/train", size=50_000, alpha_min=alpha, num_blocks=blocks), judge
+            of("resnet18_cifar", "cifar10/train", size=50_000, alpha_min=alpha, num_blocks=blocks), evaluation
         )
         for blocks in RESNET_BLOCKS
         for alpha in (1.0, 0.6)

@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 
 from anechoic.config import Config
 from anechoic.paper.sweep import seeded
-from anechoic.paper.trial import Cell, Judge
+from anechoic.paper.trial import EvalPlan, Trial
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A config with its judge; it is run once for every seed."""
+    """A config with its evaluation; it is run once for every seed."""
 
     config: Config
-    judge: Judge
+    evaluation: EvalPlan
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,16 @@ class Grid:
     """the variant that every other row is compared with"""
     kind: str = "table"
     """how its page draws it"""
-    twins: Sequence[str] = ()
+    baselines: Sequence[str] = ()
     """variants that have no row of their own but that rows are compared with"""
 
     def needed(self) -> list[str]:
         """Every variant that its page is made of, once."""
-        return list(dict.fromkeys([self.baseline, *(row.variant for row in self.rows), *self.twins]))
+        return list(dict.fromkeys([self.baseline, *(row.variant for row in self.rows), *self.baselines]))
 
-    def cells(self, variants: Mapping[str, Variant], seeds: Sequence[int]) -> list[Cell]:
+    def trials(self, variants: Mapping[str, Variant], seeds: Sequence[int]) -> list[Trial]:
         return [
-            cell for name in self.needed() for cell in seeded(name, variants[name].config, variants[name].judge, seeds)
+            trial
+            for name in self.needed()
+            for trial in seeded(name, variants[name].config, variants[name].evaluation, seeds)
         ]

@@ -42,7 +42,7 @@ def write_page(grid: Grid, results: Path, out: Path, *, command: str) -> Path:
 
 def write_index(grids: Sequence[Grid], results: Path, out: Path, *, tally: bool = False) -> Path:
     """The list of all pages with how much of each has been run; tally: there is a page of all pairs too."""
-    lines = ["# Evidence", "", INTRODUCTION, "", "| page | cells with a record | processor time |", "|---|---|---|"]
+    lines = ["# Evidence", "", INTRODUCTION, "", "| page | trials with a record | processor time |", "|---|---|---|"]
     for grid in grids:
         records = Records(results / grid.group)
         shown = grid.needed()
@@ -60,8 +60,8 @@ def write_index(grids: Sequence[Grid], results: Path, out: Path, *, tally: bool 
 
 INTRODUCTION = (
     "Every page here is written by `anechoic reproduce all --report docs/evidence` from the records in "
-    "`results/evidence`, one JSON file for each trained and judged network with its config, seed, commit, machine and "
-    "times. `anechoic reproduce NAME` runs what is missing; `anechoic reproduce --verify FILE` repeats one record. "
+    "`results/evidence`, one JSON file for each trained and evaluated network with its config, seed, commit, machine "
+    "and times. `anechoic reproduce NAME` runs what is missing; `anechoic reproduce --verify FILE` repeats one record. "
     "Accuracies are per cent; ± is the half-width of a 95 % interval (Student's t over seeds); differences are formed "
     "seed by seed. What the protocol is, and why it is so small, is said in [the protocol](../protocol.md)."
 )
@@ -358,16 +358,16 @@ def onset_words(seen: Sequence[int], per_seed: Sequence[Sequence[float]], found:
 
 
 def axes_body(grid: Grid, records: Records, out: Path) -> list[str]:
-    """Decayed minus residual, each pair with its own residual twin."""
+    """Decayed minus residual, each pair with its own residual baseline."""
     keys = [key for key in grid.metrics if key != "entropy"]
-    lines = [line(["decayed minus its residual twin", *(grid.metrics[key] for key in keys), "seeds"])]
+    lines = [line(["decayed minus its residual baseline", *(grid.metrics[key] for key in keys), "seeds"])]
     lines.append(line(["---"] * (len(keys) + 2)))
     curves: dict[str, dict[str, list[tuple[str, float, float]]]] = {
         grid.metrics[key]: {"difference": []} for key in keys[:4]
     }
     for row in grid.rows:
-        twin = twin_of(row)
-        found = {key: records.difference(row.variant, twin, key) for key in keys}
+        baseline = baseline_of(row)
+        found = {key: records.difference(row.variant, baseline, key) for key in keys}
         lines.append(
             line(
                 [
@@ -384,7 +384,7 @@ def axes_body(grid: Grid, records: Records, out: Path) -> list[str]:
     return [*lines, "", *measured_table(grid, records), "", f"![{grid.title}]({grid.name}.png)"]
 
 
-def twin_of(row: Row) -> str:
+def baseline_of(row: Row) -> str:
     """The residual variant that differs from the row's in alpha alone."""
     name = row.variant.rpartition("-")[0]
     return f"{name}-alpha1"
@@ -431,7 +431,7 @@ BODIES = {
 def provenance(grid: Grid, records: Records, command: str) -> list[str]:
     shown = [r for name in grid.needed() for r in records.by_variant.get(name, {}).values()]
     if not shown:
-        return [f"No cell of this page has a record yet. Run `{command}`."]
+        return [f"No trial of this page has a record yet. Run `{command}`."]
     minutes = sum(record["processor_seconds"] for record in shown) / 60
     commits = ", ".join(sorted({(record["commit"] or "?")[:12] for record in shown}))
     machines = "; ".join(sorted({f"{r['machine']['processor']}, torch {r['machine']['torch']}" for r in shown}))
@@ -439,5 +439,5 @@ def provenance(grid: Grid, records: Records, command: str) -> list[str]:
     length = " and ".join(f"{count:,}" for count in samples)
     return [
         f"{len(shown)} records in `results/evidence/{grid.group}`, {length} samples each, {minutes:.0f} processor "
-        f"minutes in all, judging included; commit {commits}; {machines}. `{command}` runs what is missing."
+        f"minutes in all, evaluation included; commit {commits}; {machines}. `{command}` runs what is missing."
     ]

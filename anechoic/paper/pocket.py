@@ -17,21 +17,21 @@ from anechoic.config import (
     Config,
     DataConfig,
     ModelConfig,
+    MonitorConfig,
     ObjectiveConfig,
     OptimConfig,
     SaveConfig,
     ShortcutConfig,
-    WatchConfig,
 )
 from anechoic.paper.grids import Grid, Row, Variant
-from anechoic.paper.trial import Judge
+from anechoic.paper.trial import EvalPlan
 from anechoic.recipes import recipe
 
 SEEDS = (0, 1, 2)
 ALPHAS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
 TRAIN, TEST = "cifar100/train.parquet", "cifar100/test.parquet"
-JUDGE = Judge(TRAIN, TEST, fitted=5000, tested=3000)
-# Samples of a table's cell, and of the cells of the map.
+EVALUATION = EvalPlan(TRAIN, TEST, fitted=5000, tested=3000)
+# Samples of a table's trial, and of the trials of the map.
 SAMPLES = 64_000
 MAP_SAMPLES = 38_400
 # A residual arm and a decayed one.
@@ -56,7 +56,7 @@ def mae(
     source: str = TRAIN,
     form: str = "identity",
     schedule: str = "linear",
-    fade_in: float = 0.0,
+    anneal: float = 0.0,
     constant_lr: bool = False,
     checkpoints: int = 0,
     image_size: int = 32,
@@ -76,9 +76,9 @@ def mae(
             workers=0,
         ),
         model=ModelConfig("mae_tiny_patch4", {**MODEL, **options}),
-        shortcut=ShortcutConfig(alpha_min=alpha_min, form=form, schedule=schedule, fade_in=fade_in),  # type: ignore[arg-type]
+        shortcut=ShortcutConfig(alpha_min=alpha_min, form=form, schedule=schedule, anneal=anneal),  # type: ignore[arg-type]
         optim=OptimConfig(batch_size=batch, samples=samples, lr=lr, schedule="constant" if constant_lr else "cosine"),
-        watch=WatchConfig(every=max(samples // 5, batch), report=max(samples // 40, batch)),
+        monitor=MonitorConfig(every=max(samples // 5, batch), report=max(samples // 40, batch)),
         save=SaveConfig(
             every=max(samples // max(4, checkpoints), batch), keep_every=samples // checkpoints if checkpoints else 0
         ),
@@ -87,19 +87,19 @@ def mae(
     )
 
 
-# ---- masked autoencoders: Tables 1, 2, 3a, 3b and Figure 5 share their cells
+# ---- masked autoencoders: Tables 1, 2, 3a, 3b and Figure 5 share their trials
 
 
 def mae_variants() -> dict[str, Variant]:
-    judge = replace(JUDGE, checkpoints=True)
-    found = {f"alpha{alpha:g}": Variant(mae(alpha, checkpoints=4), judge) for alpha in ALPHAS}
+    evaluation = replace(EVALUATION, checkpoints=True)
+    found = {f"alpha{alpha:g}": Variant(mae(alpha, checkpoints=4), evaluation) for alpha in ALPHAS}
     found |= {
-        "noskips-alpha1": Variant(mae(1.0, skips=False, zero_init=True), JUDGE),
-        "noskips-alpha0.6": Variant(mae(0.6, skips=False), JUDGE),
-        "branch": Variant(mae(1.0, form="branch"), JUDGE),
-        "both": Variant(mae(1.0, form="both"), JUDGE),
-        "attention": Variant(mae(0.6, form="attention"), JUDGE),
-        "mlp": Variant(mae(0.6, form="mlp"), JUDGE),
+        "noskips-alpha1": Variant(mae(1.0, skips=False, zero_init=True), EVALUATION),
+        "noskips-alpha0.6": Variant(mae(0.6, skips=False), EVALUATION),
+        "branch": Variant(mae(1.0, form="branch"), EVALUATION),
+        "both": Variant(mae(1.0, form="both"), EVALUATION),
+        "attention": Variant(mae(0.6, form="attention"), EVALUATION),
+        "mlp": Variant(mae(0.6, form="mlp"), EVALUATION),
     }
     return found
 
@@ -212,7 +212,7 @@ def uvit_digits(alpha_min: float) -> Config:
         recipe="",
         shortcut=ShortcutConfig(alpha_min=alpha_min),
         optim=replace(base.optim, samples=1200 * 128, warmup=0.05),
-        watch=WatchConfig(every=76_800),
+        monitor=MonitorConfig(every=76_800),
         save=SaveConfig(every=76_800),
         threads=1,
         devices=1,
@@ -229,7 +229,7 @@ def uvit_cifar(alpha_min: float) -> Config:
         model=ModelConfig("uvit_small", options),
         shortcut=ShortcutConfig(alpha_min=alpha_min),
         optim=replace(base.optim, batch_size=64, samples=1200 * 64, warmup=0.05, ema=0.99),
-        watch=WatchConfig(every=38_400),
+        monitor=MonitorConfig(every=38_400),
         save=SaveConfig(every=38_400),
         threads=1,
         devices=1,
@@ -237,8 +237,8 @@ def uvit_cifar(alpha_min: float) -> Config:
 
 
 def uvit_variants() -> dict[str, Variant]:
-    digits = Judge("digits:train", "digits:test", samples=500, extractor="digits", noise=(0.05, 0.2))
-    cifar = Judge(TRAIN, TEST, samples=250, noise=(0.05, 0.2))
+    digits = EvalPlan("digits:train", "digits:test", samples=500, extractor="digits", noise=(0.05, 0.2))
+    cifar = EvalPlan(TRAIN, TEST, samples=250, noise=(0.05, 0.2))
     return {
         **{f"digits-alpha{alpha:g}": Variant(uvit_digits(alpha), digits) for alpha in UVIT_ALPHAS},
         **{f"cifar100-alpha{alpha:g}": Variant(uvit_cifar(alpha), cifar) for alpha in UVIT_ALPHAS},
@@ -281,15 +281,15 @@ def resnet_variants() -> dict[str, Variant]:
             shortcut=ShortcutConfig(alpha_min=alpha_min),
             objective=ObjectiveConfig("supervised", {"label_smoothing": 0.1}),
             optim=OptimConfig(batch_size=128, samples=12_800, lr=3e-3, betas=(0.9, 0.999), weight_decay=0.05),
-            watch=WatchConfig(every=2560, report=2560),
+            monitor=MonitorConfig(every=2560, report=2560),
             save=SaveConfig(every=6400),
             threads=1,
             devices=1,
         )
 
-    judge = Judge(TRAIN, TEST, fitted=2, tested=2000)
+    evaluation = EvalPlan(TRAIN, TEST, fitted=2, tested=2000)
     return {
-        f"blocks{blocks}-alpha{alpha:g}": Variant(config(alpha, blocks), judge)
+        f"blocks{blocks}-alpha{alpha:g}": Variant(config(alpha, blocks), evaluation)
         for blocks in RESNET_BLOCKS
         for alpha in RESNET_ALPHAS
     }
@@ -319,10 +319,10 @@ STABLE_ALPHAS = (1.0, 0.7, 0.4, 0.3)
 def stability_variants() -> dict[str, Variant]:
     def config(alpha_min: float, zero_init: bool) -> Config:
         base = mae(alpha_min, samples=12_800, depth=12, zero_init=zero_init, decoder_depth=2)
-        return replace(base, watch=WatchConfig(every=1280, report=1280))
+        return replace(base, monitor=MonitorConfig(every=1280, report=1280))
 
     return {
-        f"{'zero' if zero else 'xavier'}-alpha{alpha:g}": Variant(config(alpha, zero), Judge())
+        f"{'zero' if zero else 'xavier'}-alpha{alpha:g}": Variant(config(alpha, zero), EvalPlan())
         for zero in (True, False)
         for alpha in STABLE_ALPHAS
     }
@@ -352,7 +352,7 @@ STABILITY = Grid(
 
 
 def picture_variants() -> dict[str, Variant]:
-    shown = Judge(pictures=True, probe=False, fitted=1000, tested=600)
+    shown = EvalPlan(pictures=True, probe=False, fitted=1000, tested=600)
     digits = replace(shown, train="digits:train", test="digits:test")
     scenes = replace(shown, train="scenes:train:1000", test="scenes:test:600")
     found = {}

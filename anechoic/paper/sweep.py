@@ -1,8 +1,8 @@
-"""A small local sweep: cells in processes of their own, one to a core, finished ones skipped, failed ones retried.
+"""A small local sweep: trials in processes of their own, one to a core, finished ones skipped, failed ones retried.
 
 It starts and watches processes and knows nothing of what they measure; a stopped sweep goes on by the same command,
-because every cell's run does. A cell's process is pinned to its core and computes with one thread, which is the fastest
-way to fill a processor with many small runs.
+because every trial's run does. A trial's process is pinned to its core and computes with one thread, which is
+the fastest way to fill a processor with many small runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, TextIO
 
 from anechoic.config import Config, from_json, settings, to_json
 from anechoic.errors import UserError
-from anechoic.paper.trial import Cell, Judge, cell_from_json, clean, finished, last_seen
+from anechoic.paper.trial import EvalPlan, Trial, clean, finished, last_seen, trial_from_json
 from anechoic.runtime.run import read_json, write_json
 
 ATTEMPTS = 2
@@ -34,22 +34,22 @@ REDRAW = 2.0
 
 @dataclass(frozen=True)
 class Folders:
-    """records: one JSON file per finished cell; runs: checkpoints and logs, which may be deleted; data: its root."""
+    """records: one JSON file per finished trial; runs: checkpoints and logs, which may be deleted; data: its root."""
 
     records: Path
     runs: Path
     data: Path = Path()
 
-    def record(self, cell: Cell) -> Path:
-        return self.records / f"{cell.name}.json"
+    def record(self, trial: Trial) -> Path:
+        return self.records / f"{trial.name}.json"
 
-    def run(self, cell: Cell) -> Path:
-        return self.runs / cell.name
+    def run(self, trial: Trial) -> Path:
+        return self.runs / trial.name
 
 
 @dataclass
 class Job:
-    cell: Cell
+    trial: Trial
     process: subprocess.Popen
     core: int
     started: float
@@ -64,18 +64,18 @@ class Progress:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-# ---- which cells
+# ---- which trials
 
 
-def vary(base: Config, grid: Mapping[str, Sequence[Any]], *, seeds: Sequence[int], judge: Judge) -> list[Cell]:
+def vary(base: Config, grid: Mapping[str, Sequence[Any]], *, seeds: Sequence[int], evaluation: EvalPlan) -> list[Trial]:
     """Every combination of the settings' values with every seed; a name says what was varied."""
-    cells = []
+    trials = []
     for values in itertools.product(*grid.values()):
         chosen = dict(zip(grid, values, strict=True))
         config = with_settings(base, chosen)
         variant = "-".join(f"{name.rpartition('.')[2]}{word(value)}" for name, value in chosen.items()) or "base"
-        cells += seeded(variant, config, judge, seeds)
-    return cells
+        trials += seeded(variant, config, evaluation, seeds)
+    return trials
 
 
 def word(value: Any) -> str:
@@ -83,8 +83,8 @@ def word(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value).replace("/", "_").replace(" ", "")
 
 
-def seeded(variant: str, config: Config, judge: Judge, seeds: Sequence[int]) -> list[Cell]:
-    return [Cell(f"{variant}-seed{seed}", variant, replace(config, seed=seed), judge) for seed in seeds]
+def seeded(variant: str, config: Config, evaluation: EvalPlan, seeds: Sequence[int]) -> list[Trial]:
+    return [Trial(f"{variant}-seed{seed}", variant, replace(config, seed=seed), evaluation) for seed in seeds]
 
 
 def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
@@ -106,36 +106,36 @@ def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
 
 
 def sweep(
-    cells: Sequence[Cell],
+    trials: Sequence[Trial],
     folders: Folders,
     *,
     jobs: int | None = None,
     out: TextIO | None = None,
     pinned: bool = True,
 ) -> Progress:
-    """Run every cell that has no record yet. SIGTERM and Ctrl-C let each running cell save itself, then end.
+    """Run every trial that has no record yet. SIGTERM and Ctrl-C let each running trial save itself, then end.
 
-    pinned: a core and a thread for each; otherwise a cell may use every core and accelerator.
+    pinned: a core and a thread for each; otherwise a trial may use every core and accelerator.
     """
     from anechoic.train.build import check
 
-    for cell in cells:
-        check(cell.config)
-    names = [cell.name for cell in cells]
+    for trial in trials:
+        check(trial.config)
+    names = [trial.name for trial in trials]
     if len(set(names)) < len(names):
-        raise UserError("Two cells of this sweep have the same name: vary something that tells them apart.")
-    progress = Progress(skipped=[cell.name for cell in cells if finished(cell, folders.record(cell))])
-    waiting = [cell for cell in cells if cell.name not in progress.skipped]
+        raise UserError("Two trials of this sweep have the same name: vary something that tells them apart.")
+    progress = Progress(skipped=[trial.name for trial in trials if finished(trial, folders.record(trial))])
+    waiting = [trial for trial in trials if trial.name not in progress.skipped]
     cores = available_cores()[: jobs or None]
-    table = Table(cells, folders, progress, out or sys.stderr, estimates=estimates(cells, folders))
+    table = Table(trials, folders, progress, out or sys.stderr, estimates=estimates(trials, folders))
     attempts: dict[str, int] = {}
     running: list[Job] = []
     with passing_on_signals(running):
         while waiting or running:
             for job in [job for job in running if job.process.poll() is not None]:
                 running.remove(job)
-                settle(job, folders, progress, attempts, waiting)
-                table.event(job.cell.name)
+                conclude(job, folders, progress, attempts, waiting)
+                table.event(job.trial.name)
             free = [core for core in cores if core not in {job.core for job in running}]
             for core in free:
                 if waiting:
@@ -152,15 +152,15 @@ def available_cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def start(cell: Cell, folders: Folders, core: int, *, pinned: bool) -> Job:
-    """A process for one cell, pinned to a core where the system can."""
-    run_dir = folders.run(cell)
+def start(trial: Trial, folders: Folders, core: int, *, pinned: bool) -> Job:
+    """A process for one trial, pinned to a core where the system can."""
+    run_dir = folders.run(trial)
     run_dir.mkdir(parents=True, exist_ok=True)
-    description = run_dir / "cell.json"
-    if description.exists() and outdated(run_dir, cell):
+    description = run_dir / "trial.json"
+    if description.exists() and outdated(run_dir, trial):
         shutil.rmtree(run_dir / "run", ignore_errors=True)
-    write_json(description, cell.to_json())
-    arguments = [str(path) for path in (description, run_dir / "run", folders.record(cell), folders.data)]
+    write_json(description, trial.to_json())
+    arguments = [str(path) for path in (description, run_dir / "run", folders.record(trial), folders.data)]
     environment = {**os.environ, **({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if pinned else {})}
     with open(run_dir / "log.txt", "a") as log:
         process = subprocess.Popen(
@@ -168,36 +168,36 @@ def start(cell: Cell, folders: Folders, core: int, *, pinned: bool) -> Job:
         )
     if pinned and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(process.pid, {core})
-    return Job(cell, process, core, time.perf_counter())
+    return Job(trial, process, core, time.perf_counter())
 
 
-def outdated(run_dir: Path, cell: Cell) -> bool:
-    """Whether the run there is of another config, or has no longer the checkpoints that are to be judged."""
+def outdated(run_dir: Path, trial: Trial) -> bool:
+    """Whether the run there is of another config, or has no longer the checkpoints that are to be evaluated."""
     try:
-        before = cell_from_json(read_json(run_dir / "cell.json"))
+        before = trial_from_json(read_json(run_dir / "trial.json"))
     except UserError:
         return False  # another version's: what cannot be read is not deleted, and the engine says what it misses
     judged_before = (run_dir / "run" / "results.json").exists() and not (run_dir / "run" / "checkpoints").exists()
-    return before.config != cell.config or (cell.judge.checkpoints and judged_before)
+    return before.config != trial.config or (trial.evaluation.checkpoints and judged_before)
 
 
-def settle(job: Job, folders: Folders, progress: Progress, attempts: dict[str, int], waiting: list[Cell]) -> None:
+def conclude(job: Job, folders: Folders, progress: Progress, attempts: dict[str, int], waiting: list[Trial]) -> None:
     """A finished process is a record, another attempt, or a failure with its last words."""
-    cell = job.cell
+    trial = job.trial
     if job.process.returncode == 0:
-        progress.done.append(cell.name)
-        progress.failed.pop(cell.name, None)
-        clean(folders.run(cell) / "run")
+        progress.done.append(trial.name)
+        progress.failed.pop(trial.name, None)
+        clean(folders.run(trial) / "run")
         return
-    attempts[cell.name] = attempts.get(cell.name, 0) + 1
-    words = (folders.run(cell) / "log.txt").read_text().strip().splitlines()[-1:]
-    progress.failed[cell.name] = (words or [f"exit code {job.process.returncode}"])[0]
-    if attempts[cell.name] < ATTEMPTS:
-        waiting.append(cell)
+    attempts[trial.name] = attempts.get(trial.name, 0) + 1
+    words = (folders.run(trial) / "log.txt").read_text().strip().splitlines()[-1:]
+    progress.failed[trial.name] = (words or [f"exit code {job.process.returncode}"])[0]
+    if attempts[trial.name] < ATTEMPTS:
+        waiting.append(trial)
 
 
 class passing_on_signals:
-    """While inside, SIGTERM and SIGINT reach every running cell first; each saves and ends, and so does the sweep."""
+    """While inside, SIGTERM and SIGINT reach every running trial first; each saves and ends, and so does the sweep."""
 
     def __init__(self, running: list[Job]) -> None:
         self.running = running
@@ -229,7 +229,7 @@ def training_flops(config: Config) -> float:
 
 @cache
 def forward_flops(name: str, options: str, timed: bool) -> int:
-    """Of one image; counted once for cells that differ in what does not matter here, such as alpha or the seed.
+    """Of one image; counted once for trials that differ in what does not matter here, such as alpha or the seed.
 
     options: of the model, as JSON; timed: it also takes a time.
     """
@@ -248,18 +248,18 @@ def forward_flops(name: str, options: str, timed: bool) -> int:
     return counter.get_total_flops()
 
 
-# Of one core in one-thread runs of this size, judging included; replaced by what finished cells here really took.
+# Of one core in one-thread runs of this size, evaluation included; replaced by what finished trials here really took.
 FLOPS_PER_SECOND = 25e9
 OVERHEAD_SECONDS = 40.0
 
 
-def estimates(cells: Sequence[Cell], folders: Folders) -> dict[str, float]:
-    """Seconds of one core for every cell, scaled by how long the finished ones of the same folder took."""
-    rough = {cell.name: OVERHEAD_SECONDS + training_flops(cell.config) / FLOPS_PER_SECOND for cell in cells}
+def estimates(trials: Sequence[Trial], folders: Folders) -> dict[str, float]:
+    """Seconds of one core for every trial, scaled by how long the finished ones of the same folder took."""
+    rough = {trial.name: OVERHEAD_SECONDS + training_flops(trial.config) / FLOPS_PER_SECOND for trial in trials}
     known = [
-        read_json(folders.record(cell))["processor_seconds"] / rough[cell.name]
-        for cell in cells
-        if finished(cell, folders.record(cell))
+        read_json(folders.record(trial))["processor_seconds"] / rough[trial.name]
+        for trial in trials
+        if finished(trial, folders.record(trial))
     ]
     scale = sorted(known)[len(known) // 2] if known else 1.0
     return {name: seconds * scale for name, seconds in rough.items()}
@@ -271,18 +271,18 @@ def duration(seconds: float) -> str:
 
 
 class Table:
-    """The sweep as it goes: on a terminal a table drawn over itself, elsewhere one line for each cell that ends."""
+    """The sweep as it goes: on a terminal a table drawn over itself, elsewhere one line for each trial that ends."""
 
     def __init__(
         self,
-        cells: Sequence[Cell],
+        trials: Sequence[Trial],
         folders: Folders,
         progress: Progress,
         out: TextIO,
         *,
         estimates: dict[str, float],
     ) -> None:
-        self.cells, self.folders, self.progress, self.out, self.estimates = cells, folders, progress, out, estimates
+        self.trials, self.folders, self.progress, self.out, self.estimates = trials, folders, progress, out, estimates
         self.lines = 0
         self.drawn = 0.0
         self.began = time.perf_counter()
@@ -290,11 +290,13 @@ class Table:
     def left(self, running: Sequence[Job]) -> float:
         """Seconds of one core that are still to come."""
         over = {*self.progress.done, *self.progress.skipped}
-        return sum(self.estimates[cell.name] * (1 - self.share(cell)) for cell in self.cells if cell.name not in over)
+        return sum(
+            self.estimates[trial.name] * (1 - self.share(trial)) for trial in self.trials if trial.name not in over
+        )
 
-    def share(self, cell: Cell) -> float:
-        samples = cell.config.optim.samples
-        return min(1.0, last_seen(self.folders.run(cell) / "run") / samples) if samples else 0.0
+    def share(self, trial: Trial) -> float:
+        samples = trial.config.optim.samples
+        return min(1.0, last_seen(self.folders.run(trial) / "run") / samples) if samples else 0.0
 
     def event(self, name: str) -> None:
         if self.out.isatty():
@@ -302,7 +304,7 @@ class Table:
         state = f"failed: {self.progress.failed[name]}" if name in self.progress.failed else "done"
         over = len(self.progress.done) + len(self.progress.skipped)
         left = duration(self.left([]) / max(1, len(available_cores())))
-        print(f"{over} of {len(self.cells)}  {name} {state}; about {left} left", file=self.out, flush=True)
+        print(f"{over} of {len(self.trials)}  {name} {state}; about {left} left", file=self.out, flush=True)
 
     def draw(self, running: Sequence[Job], *, last: bool = False) -> None:
         now = time.perf_counter()
@@ -310,12 +312,13 @@ class Table:
             return
         self.drawn = now
         lines = [
-            f"  {job.cell.name:<40} core {job.core}  {100 * self.share(job.cell):3.0f} %  {duration(now - job.started)}"
+            f"  {job.trial.name:<40} core {job.core}  {100 * self.share(job.trial):3.0f} %  "
+            f"{duration(now - job.started)}"
             for job in running
         ]
         over, failed = len(self.progress.done) + len(self.progress.skipped), len(self.progress.failed)
         left = self.left(running) / max(1, len(running) or 1)
-        lines.append(f"{over} of {len(self.cells)} cells done, {failed} failed, about {duration(left)} left")
+        lines.append(f"{over} of {len(self.trials)} trials done, {failed} failed, about {duration(left)} left")
         back = f"\x1b[{self.lines}F" if self.lines else ""
         self.out.write(back + "".join(f"\x1b[2K{line}\n" for line in lines) + "\x1b[0J")
         self.out.flush()

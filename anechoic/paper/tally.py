@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from anechoic.paper.grids import Grid
-from anechoic.paper.pages import line, signed, twin_of
+from anechoic.paper.pages import baseline_of, line, signed
 from anechoic.paper.statistics import Estimate, Records
 
 SEARCHED = ("table2", "table3b", "long-blocks", "early", "search", "axes", "remedies")
-JUDGES = {
+MEASURES = {
     "knn_mean": "k-NN, mean",
     "knn_class": "k-NN, class",
     "probe_mean": "probe, mean",
@@ -26,7 +26,7 @@ OTHERS = ("branch", "both")
 
 
 class Pair(NamedTuple):
-    """A decayed variant beside its residual twin."""
+    """A decayed variant beside its residual baseline."""
 
     grid: Grid
     label: str
@@ -57,7 +57,7 @@ def pairs(grids: Sequence[Grid], results: Path) -> Iterator[Pair]:
     for grid in (grid for grid in grids if grid.name in SEARCHED):
         records = Records(results / grid.group)
         for row in grid.rows:
-            residual = twin_of(row) if grid.kind == "axes" else grid.baseline
+            residual = baseline_of(row) if grid.kind == "axes" else grid.baseline
             if f"residual-{row.variant}" in grid.needed():
                 residual = f"residual-{row.variant}"
             if row.variant in (*OTHERS, residual) or row.variant.startswith("residual-"):
@@ -76,16 +76,16 @@ def write_tally(grids: Sequence[Grid], results: Path, out: Path) -> Path:
         "decayed minus residual",
         "page",
         "seeds",
-        *JUDGES.values(),
+        *MEASURES.values(),
         "furthest ahead, k-NN of the mean",
         "minutes",
     ]
     lines = [
         "# The search for a setting that profits",
         "",
-        "Every masked autoencoder with skips and fading shortcuts that was trained here, beside its residual twin: the "
-        "same skips, budget, data and seed. Points of accuracy of the last block, then the block behind which the "
-        "decayed twin is furthest ahead. ± is half of a 95 % interval over seeds; a line with one seed has none. "
+        "Every masked autoencoder with skips and decayed shortcuts trained here, beside its residual baseline: "
+        "the same skips, budget, data and seed. Points of accuracy of the last block, then the block behind which the "
+        "decayed network is furthest ahead. ± is half of a 95 % interval over seeds; a line with one seed has none. "
         "Minutes are those of both sides on one core.",
         "",
         line(titles),
@@ -93,7 +93,7 @@ def write_tally(grids: Sequence[Grid], results: Path, out: Path) -> Path:
     ]
     wins, compared = [], 0
     for pair in found:
-        leads = {key: pair.lead(key) for key in JUDGES}
+        leads = {key: pair.lead(key) for key in MEASURES}
         blocks = pair.leads_by_block()
         best = max(range(len(blocks)), key=lambda i: blocks[i].mean)
         lines.append(
@@ -108,7 +108,7 @@ def write_tally(grids: Sequence[Grid], results: Path, out: Path) -> Path:
                 ]
             )
         )
-        named = {title: leads[key] for key, title in JUDGES.items()}
+        named = {title: leads[key] for key, title in MEASURES.items()}
         named |= {f"k-NN, mean, behind block {i + 1} of {len(blocks)}": lead for i, lead in enumerate(blocks[:-1])}
         compared += sum(lead.n >= ENOUGH for lead in named.values())
         wins += [
@@ -132,11 +132,11 @@ def write_tally(grids: Sequence[Grid], results: Path, out: Path) -> Path:
 
 
 def spent(found: Sequence[Pair]) -> str:
-    """Records and processor hours of all pairs; a residual twin of several counts once."""
+    """Records and processor hours of all pairs; a residual baseline of several counts once."""
     seconds = {
         (pair.grid.group, variant, seed): record["processor_seconds"]
         for pair in found
         for variant in (pair.decayed, pair.residual)
         for seed, record in pair.records.by_variant[variant].items()
     }
-    return f"{len(seconds)} networks trained and judged, {sum(seconds.values()) / 3600:.1f} hours of one core."
+    return f"{len(seconds)} networks trained and evaluated, {sum(seconds.values()) / 3600:.1f} hours of one core."

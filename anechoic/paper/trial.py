@@ -1,8 +1,8 @@
-"""One cell of a table: a config trained and its features, images or decisions judged, kept as one JSON record.
+"""One trial of a table: a config trained and its features, images or decisions evaluated, kept as one JSON record.
 
-A record holds everything that is needed to measure it again: the config, the judge, the seed, the commit and the
+A record holds everything that is needed to measure it again: the config, the evaluation, the seed, the commit and the
 machine. Data is named relative to a folder given at run time, so that a record made on one machine can be checked on
-another. How many cells run side by side is sweep.py's business.
+another. How many trials run side by side is sweep.py's business.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any, Literal
 from anechoic.config import Config, Count, Section, Share, Whole, from_json, from_mapping, to_json
 from anechoic.errors import NotFiniteError, UserError
 from anechoic.outcome import SCHEMA, commit, machine
-from anechoic.runtime.run import read_json, read_metrics, write_json
+from anechoic.runtime.run import VALIDATION, read_json, read_metrics, write_json
 
 # Sources that are no files, such as digits:train: they are the same on every machine.
 EMBEDDED = ("digits", "scenes", "hf")
-# Of the looks at held-out samples during training, what a record keeps.
-WATCHED = (
+# Of what is measured on held-out samples during training, what a record keeps.
+MONITORED = (
     "held_out_loss",
     "held_out_accuracy",
     "entropy_rows",
@@ -36,8 +36,8 @@ DIGITS = 6
 
 
 @dataclass(frozen=True)
-class Judge(Section):
-    """What is measured once a cell is trained. Labels are read here and nowhere before."""
+class EvalPlan(Section):
+    """What is measured once a trial is trained. Labels are read here and nowhere before."""
 
     train: str = ""
     """labelled images that vote and fit"""
@@ -48,7 +48,7 @@ class Judge(Section):
     tested: Count = 10_000
     """at most so many of the second, evenly spaced"""
     neighbours: Count = 20
-    """votes of the k-NN judge"""
+    """votes of the k-NN evaluation"""
     probe: bool = True
     """fit a logistic regression to the last layer's tokens"""
     protocol: Literal["logistic", "in100", "mae"] = "logistic"
@@ -58,7 +58,7 @@ class Judge(Section):
     probe_layers: tuple[int, ...] = ()
     """layers whose mean token is probed too"""
     checkpoints: bool = False
-    """judge every kept checkpoint by k-NN, not the last one alone"""
+    """evaluate every kept checkpoint by k-NN, not the last one alone"""
     samples: Whole = 0
     """images a denoiser makes to be compared with the real ones; 0 makes none"""
     extractor: str = "efflite0"
@@ -68,29 +68,31 @@ class Judge(Section):
 
 
 @dataclass(frozen=True)
-class Cell:
+class Trial:
     """name: unique in its table, such as "alpha0.6-seed1"; variant: the same without the seed."""
 
     name: str
     variant: str
     config: Config
-    judge: Judge = field(default_factory=Judge)
+    evaluation: EvalPlan = field(default_factory=EvalPlan)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "name": self.name,
             "variant": self.variant,
             "config": to_json(self.config),
-            "judge": to_json(self.judge),
+            "evaluation": to_json(self.evaluation),
         }
 
 
-def cell_from_json(values: dict[str, Any]) -> Cell:
+def trial_from_json(values: dict[str, Any]) -> Trial:
     try:
-        judge = from_mapping(Judge, values["judge"], where="judge.")
-        return Cell(values["name"], values["variant"], from_json(values["config"]), judge)
+        # Records of earlier versions call it "judge".
+        plan = values["evaluation"] if "evaluation" in values else values["judge"]
+        evaluation = from_mapping(EvalPlan, plan, where="evaluation.")
+        return Trial(values["name"], values["variant"], from_json(values["config"]), evaluation)
     except (KeyError, TypeError) as problem:
-        raise UserError(f"This is no record of a cell ({problem}): give a file that a sweep wrote.") from problem
+        raise UserError(f"This is no record of a trial ({problem}): give a file that a sweep wrote.") from problem
 
 
 # ---- where the data is
@@ -105,24 +107,24 @@ def located(source: str, root: Path) -> str:
     return str(root / source) if is_file(source) else source
 
 
-def localised(cell: Cell, root: Path) -> Cell:
-    """The cell with every source of data as this machine names it."""
-    config, judge = cell.config, cell.judge
+def localised(trial: Trial, root: Path) -> Trial:
+    """The trial with every source of data as this machine names it."""
+    config, evaluation = trial.config, trial.evaluation
     return replace(
-        cell,
+        trial,
         config=replace(config, data=replace(config.data, source=located(config.data.source, root))),
-        judge=replace(judge, train=located(judge.train, root), test=located(judge.test, root)),
+        evaluation=replace(evaluation, train=located(evaluation.train, root), test=located(evaluation.test, root)),
     )
 
 
 # ---- running one
 
 
-def run_cell(cell: Cell, run_dir: Path, *, root: Path, verbose: bool = False) -> dict[str, Any]:
-    """Train (or go on, or find it done), judge, and give the record. A run that diverges is a result, not a fault."""
+def run_trial(trial: Trial, run_dir: Path, *, root: Path, verbose: bool = False) -> dict[str, Any]:
+    """Train (or go on, or find it done), evaluate, and give the record. Divergence is a result, not a fault."""
     from anechoic.train.engine import DivergedError, fit
 
-    here = localised(cell, root)
+    here = localised(trial, root)
     started, processor = time.perf_counter(), time.process_time()
     metrics: dict[str, Any]
     try:
@@ -138,8 +140,8 @@ def run_cell(cell: Cell, run_dir: Path, *, root: Path, verbose: bool = False) ->
     metrics["training"] = curve(run_dir)
     return {
         "schema": SCHEMA,
-        **cell.to_json(),
-        "seed": cell.config.seed,
+        **trial.to_json(),
+        "seed": trial.config.seed,
         "commit": commit(),
         "machine": machine(),
         "metrics": rounded(metrics),
@@ -150,7 +152,7 @@ def run_cell(cell: Cell, run_dir: Path, *, root: Path, verbose: bool = False) ->
 
 @contextmanager
 def threads(count: int | None) -> Iterator[None]:
-    """Judge with as many threads as were trained with: sums, and so a neighbour now and then, depend on it."""
+    """Evaluate with as many threads as were trained with: sums, and so a neighbour now and then, depend on it."""
     import torch
 
     before = torch.get_num_threads()
@@ -161,26 +163,28 @@ def threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def measure(cell: Cell, run_dir: Path) -> dict[str, Any]:
-    """By what the cell was trained for."""
-    from anechoic.paper import judging
+def measure(trial: Trial, run_dir: Path) -> dict[str, Any]:
+    """By what the trial was trained for."""
+    from anechoic.paper import evaluation
 
-    objective = cell.config.objective.name
+    objective = trial.config.objective.name
     if objective in ("noise_prediction", "flow_matching"):
-        return judging.judge_denoiser(run_dir, cell.judge, source=cell.config.data.source, seed=cell.config.seed)
-    if not cell.judge.train:
+        return evaluation.judge_denoiser(
+            run_dir, trial.evaluation, source=trial.config.data.source, seed=trial.config.seed
+        )
+    if not trial.evaluation.train:
         return {}
     if objective == "supervised":
-        return judging.judge_classifier(run_dir, cell.judge)
-    return judging.judge_encoder(run_dir, cell.judge, seed=cell.config.seed)
+        return evaluation.judge_classifier(run_dir, trial.evaluation)
+    return evaluation.judge_encoder(run_dir, trial.evaluation, seed=trial.config.seed)
 
 
 def curve(run_dir: Path) -> list[dict[str, Any]]:
     """What was seen of the held-out samples during training."""
     return [
-        {"seen": record["seen"], **{name: record[name] for name in WATCHED if name in record}}
+        {"seen": record["seen"], **{name: record[name] for name in MONITORED if name in record}}
         for record in read_metrics(run_dir)
-        if record["kind"] == "watch"
+        if record["kind"] in VALIDATION
     ]
 
 
@@ -200,22 +204,22 @@ def rounded(value: Any) -> Any:
     return value
 
 
-def finished(cell: Cell, path: Path) -> bool:
-    """Whether the record at `path` is of exactly this cell."""
+def finished(trial: Trial, path: Path) -> bool:
+    """Whether the record at `path` is of exactly this trial."""
     if not path.exists():
         return False
-    return cell_from_json(read_json(path)) == cell
+    return trial_from_json(read_json(path)) == trial
 
 
 def clean(run_dir: Path) -> None:
-    """A judged run has served: its weights are larger than everything it taught."""
+    """An evaluated run has served: its weights are larger than everything it taught."""
     shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
 
 
 def main(arguments: list[str]) -> None:
-    """python -m anechoic.paper.trial CELL.json RUN_DIR RECORD.json DATA_ROOT: what a sweep starts for each cell."""
-    cell_file, run_dir, record_file, root = map(Path, arguments)
-    record = run_cell(cell_from_json(read_json(cell_file)), run_dir, root=root)
+    """python -m anechoic.paper.trial TRIAL.json RUN_DIR RECORD.json DATA_ROOT: what a sweep starts for each trial."""
+    trial_file, run_dir, record_file, root = map(Path, arguments)
+    record = run_trial(trial_from_json(read_json(trial_file)), run_dir, root=root)
     record_file.parent.mkdir(parents=True, exist_ok=True)
     write_json(record_file, record)
 

@@ -38,8 +38,8 @@ def numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
 
 
 def headline(metrics: dict[str, Any]) -> dict[str, float]:
-    """What a record is judged by: its accuracies and the like, or where it has none the last held-out loss in per cent
-    of a loss of 1, which is what predicting the mean of normalised pixels costs."""
+    """What a record is compared by: its accuracies and the like, or where it has none the last held-out loss in per
+    cent of a loss of 1, which is what predicting the mean of normalised pixels costs."""
     plain = {key: value for key, value in metrics.items() if isinstance(value, float)}
     if plain or not metrics["training"]:
         return plain

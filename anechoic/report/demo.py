@@ -28,7 +28,7 @@ from anechoic.evals.knn import knn_accuracy
 from anechoic.evals.labelled import LabelledFeatures, labelled_features, open_labelled
 from anechoic.evals.probe import logistic_probe
 from anechoic.report import figures
-from anechoic.report.tables import grid, percent
+from anechoic.report.tables import percent, text_table
 from anechoic.runtime.run import read_metrics
 
 TRAIN, TEST = "digits:train", "digits:test"
@@ -171,7 +171,7 @@ HEADER = {
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    return grid(list(HEADER.values()), [[found[key] for key in HEADER] for found in rows])
+    return text_table(list(HEADER.values()), [[found[key] for key in HEADER] for found in rows])
 
 
 def verdict(rows: list[dict[str, Any]]) -> str:

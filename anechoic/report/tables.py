@@ -19,7 +19,7 @@ FORMATS = (".npz", ".parquet", ".csv")
 CHUNK = 4096
 
 
-def grid(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+def text_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """A table with aligned columns; numbers to the right, None as a dash."""
     texts = [[cell(value) for value in row] for row in rows]
     numeric = [all(not isinstance(row[i], str) for row in rows) for i in range(len(header))]

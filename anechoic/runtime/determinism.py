@@ -33,7 +33,7 @@ def keep_freed_memory() -> None:
         mallopt(top_pad, 2**26)
 
 
-def settle_garbage() -> None:
+def freeze_garbage() -> None:
     """Have the garbage collector pass over all objects there are by now, until `reproducible` is left.
 
     If somebody has frozen objects already, it is theirs to say what is looked through.

@@ -39,11 +39,11 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Place:
+class World:
     """This process among its peers and the device it computes on."""
 
     rank: int
-    world_size: int
+    size: int
     device: torch.device
 
     @property
@@ -214,10 +214,10 @@ def _worker(
 
 
 @contextmanager
-def join() -> Iterator[Place]:
-    """Find this process's place; while open, the processes can talk to each other."""
+def join() -> Iterator[World]:
+    """Find this process's rank; while open, the processes can talk to each other."""
     if not under_launcher():
-        yield Place(0, 1, own_device(0))
+        yield World(0, 1, own_device(0))
         return
     if not multiprocessing.parent_process():  # torchrun started it; our own launcher has told it whose child it is
         end_with(os.getppid())
@@ -225,7 +225,7 @@ def join() -> Iterator[Place]:
     device = own_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group(dist.get_default_backend_for_device(device), rank=rank, world_size=world_size)
     try:
-        yield Place(rank, world_size, device)
+        yield World(rank, world_size, device)
     except (UserError, InterruptedRun):
         dist.destroy_process_group()
         raise
@@ -245,12 +245,12 @@ def own_device(index: int) -> torch.device:
 # ---- agreeing
 
 
-def from_first(place: Place, function: Callable[[], Result]) -> Result:
+def from_first(world: World, function: Callable[[], Result]) -> Result:
     """What function() returns in the first process, in all of them; its UserError is raised in all of them."""
-    if place.world_size == 1:
+    if world.size == 1:
         return function()
     box: list[Any] = [None, None]
-    if place.is_first:
+    if world.is_first:
         try:
             box[0] = function()
         except UserError as problem:
@@ -261,29 +261,29 @@ def from_first(place: Place, function: Callable[[], Result]) -> Result:
     return box[0]
 
 
-def wait_for_all(place: Place) -> None:
+def wait_for_all(world: World) -> None:
     """Return once every process has come here."""
-    if place.world_size > 1:
+    if world.size > 1:
         dist.barrier()
 
 
-def total(place: Place, values: Tensor) -> Tensor:
+def total(world: World, values: Tensor) -> Tensor:
     """The sum over all processes."""
-    if place.world_size > 1:
+    if world.size > 1:
         dist.all_reduce(values)
     return values
 
 
-def parallel(place: Place, module: nn.Module) -> nn.Module:
+def parallel(world: World, module: nn.Module) -> nn.Module:
     """The module whose gradients are those of all processes together, once `average_gradients` was called on it."""
-    if place.world_size == 1:
+    if world.size == 1:
         return module
-    if place.device.type == "cpu" and on_one_machine():
+    if world.device.type == "cpu" and on_one_machine():
         trained = [p for p in module.parameters() if p.requires_grad]
-        memory = shared_memory(place, sum(p.numel() for p in trained) + len(trained))
+        memory = shared_memory(world, sum(p.numel() for p in trained) + len(trained))
         if memory is not None:
-            return SharedGradients(place, module, memory)
-    return with_buckets(place, module)
+            return SharedGradients(world, module, memory)
+    return with_buckets(world, module)
 
 
 def average_gradients(module: nn.Module) -> None:
@@ -297,7 +297,7 @@ def without_averaging(module: nn.Module, *, active: bool) -> AbstractContextMana
     return module.no_sync() if active and isinstance(module, DistributedDataParallel) else nullcontext()
 
 
-def with_buckets(place: Place, module: nn.Module) -> DistributedDataParallel:
+def with_buckets(world: World, module: nn.Module) -> DistributedDataParallel:
     """Gradients averaged over a network, during the backward pass.
 
     Looking for unused parameters keeps the gradients' buckets as they are; otherwise they would be arranged anew after
@@ -306,7 +306,7 @@ def with_buckets(place: Place, module: nn.Module) -> DistributedDataParallel:
     # Both are remarks on speed: that no parameter was unused, and that a token's gradient has its own strides.
     warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified", category=UserWarning)
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view", category=UserWarning)
-    ids = None if place.device.type == "cpu" else [place.device.index]
+    ids = None if world.device.type == "cpu" else [world.device.index]
     return DistributedDataParallel(module, device_ids=ids, find_unused_parameters=True)
 
 
@@ -320,14 +320,14 @@ class SharedGradients(nn.Module):
     Sums are made in the order of ranks, so every process gets the same bits. All start from the first one's weights.
     """
 
-    def __init__(self, place: Place, module: nn.Module, memory: Tensor) -> None:
+    def __init__(self, world: World, module: nn.Module, memory: Tensor) -> None:
         super().__init__()
-        self.module, self.rank = module, place.rank
+        self.module, self.rank = module, world.rank
         self.trained = [p for p in module.parameters() if p.requires_grad]
         # Behind the gradients a flag for each: whether this process had one.
         sizes = [p.numel() for p in self.trained]
         self.length = sum(sizes)
-        self.slots = memory.view(place.world_size, -1)
+        self.slots = memory.view(world.size, -1)
         self.own = [
             part.view_as(p)
             for part, p in zip(self.slots[self.rank, : self.length].split(sizes), self.trained, strict=True)
@@ -360,7 +360,7 @@ class SharedGradients(nn.Module):
             parameter.grad = mean if flag else None
 
 
-def shared_memory(place: Place, size: int) -> Tensor | None:
+def shared_memory(world: World, size: int) -> Tensor | None:
     """world_size * size zeros that all processes of this machine see, freed with the last of them.
 
     None, with a warning, if there is no room: containers often have 64 MB, and touching more would end the process.
@@ -371,27 +371,27 @@ def shared_memory(place: Place, size: int) -> Tensor | None:
         try:
             handle, name = tempfile.mkstemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None, prefix="anechoic-")
             with os.fdopen(handle, "wb") as file:
-                reserve(file.fileno(), 4 * place.world_size * size)
+                reserve(file.fileno(), 4 * world.size * size)
         except OSError as problem:
             if name:
                 os.unlink(name)
             log.warning(
                 "Shared memory has no room for the gradients, %d MB (%s): they are averaged over the local network, "
                 "which is slower. A larger /dev/shm helps (docker run --shm-size).",
-                4 * place.world_size * size >> 20,
+                4 * world.size * size >> 20,
                 problem.strerror,
             )
             return None
         return name
 
-    name = from_first(place, create)
+    name = from_first(world, create)
     if name is None:
         return None
     try:
-        memory = torch.from_file(name, shared=True, size=place.world_size * size)
+        memory = torch.from_file(name, shared=True, size=world.size * size)
         dist.barrier()
     finally:
-        if place.is_first:
+        if world.is_first:
             os.unlink(name)
     return memory
 
@@ -406,7 +406,7 @@ def reserve(descriptor: int, size: int) -> None:
 
 
 def shared_room() -> float:
-    """Bytes free in /dev/shm, through which workers hand over images; infinite where there is no such place."""
+    """Bytes free in /dev/shm, through which workers hand over images; infinite where there is no such world."""
     try:
         return shutil.disk_usage("/dev/shm").free
     except OSError:

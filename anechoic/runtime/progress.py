@@ -12,6 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from anechoic.errors import UserError
+from anechoic.runtime.run import VALIDATION
 
 
 class Progress:
@@ -39,7 +40,7 @@ class Progress:
         if self.writer is not None:
             for name, value in scalars(record).items():
                 self.writer.add_scalar(name, value, record["seen"])
-        if record["kind"] == "watch" and self.shown and self.bar.disable:
+        if record["kind"] in VALIDATION and self.shown and self.bar.disable:
             print(f"{record['seen']:>12,} of {self.samples:,} samples  {summary(record)}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
@@ -49,7 +50,7 @@ class Progress:
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """{"watch/loss": 0.7, "watch/rank/3": 12.5, ...}: a list becomes one curve per place."""
+    """{"validation/loss": 0.7, "validation/rank/3": 12.5, ...}: a list becomes one curve per place."""
     flat: dict[str, float] = {}
     for name, value in record.items():
         if isinstance(value, list):

@@ -35,7 +35,7 @@ KNOWN = (
 
 
 @runtime_checkable
-class TellsStream(Protocol):
+class DescribesStream(Protocol):
     """A module whose branches meet in Shortcuts and which tells its residual stream itself."""
 
     def stream(self) -> Stream: ...
@@ -116,7 +116,7 @@ class Found:
 
     module: nn.Module
     shortcuts: list[Shortcut]
-    tell: Callable[[], Stream]
+    describe: Callable[[], Stream]
 
 
 def join(model: nn.Module) -> list[Found]:
@@ -160,7 +160,7 @@ def find(model: nn.Module) -> list[Found]:
         if isinstance(module, Twin):
             loose.append(module)
         else:
-            found.append(Found(module, _shortcuts_in(module), partial(_tell, module)))
+            found.append(Found(module, _shortcuts_in(module), partial(_describe, module)))
     if loose:
         # Blocks of a model nobody described: their order is that of its modules, their surroundings are unknown.
         shortcuts = [shortcut for block in loose for shortcut in _shortcuts_in(block)]
@@ -168,13 +168,13 @@ def find(model: nn.Module) -> list[Found]:
     return [stream for stream in found if stream.shortcuts]
 
 
-def _tell(module: Any) -> Stream:
+def _describe(module: Any) -> Stream:
     return _streams[type(module)](module) if type(module) in _streams else module.stream()
 
 
 def _outermost(model: nn.Module) -> Iterator[nn.Module]:
     """Modules that tell their stream or are described and, outside of them, twins."""
-    tells = isinstance(model, TellsStream) and any(isinstance(module, Shortcut) for module in model.modules())
+    tells = isinstance(model, DescribesStream) and any(isinstance(module, Shortcut) for module in model.modules())
     if isinstance(model, Twin) or type(model) in _streams or tells:
         yield model
     elif type(model) not in _kept_plain:
@@ -228,7 +228,7 @@ def _shortcuts_in(module: nn.Module) -> list[Shortcut]:
     if isinstance(module, Twin):
         return [getattr(module, name) for name in _shortcut_names(module)]
     if type(module) not in _streams:
-        return _tell(module).shortcuts
+        return _describe(module).shortcuts
     blocks = [block for block in module.modules() if isinstance(block, Twin)]
     return [shortcut for block in blocks for shortcut in _shortcuts_in(block)]
 

@@ -107,7 +107,7 @@ def decay(
         else:
             set_factors(found.shortcuts, factors)
         if zero_init:
-            zero_branch_outputs(found.tell().events)
+            zero_branch_outputs(found.describe().events)
     return decayed
 
 
@@ -140,7 +140,7 @@ def weight_factors(model: nn.Module) -> dict[str, float]:
     factors: dict[str, float] = {}
     for found in _find(model):
         plain = [(1.0, 1.0)] * len(found.shortcuts)
-        for edit in edits(found.tell(), plain):
+        for edit in edits(found.describe(), plain):
             name = names.get(id(getattr(edit.slot.owner, edit.slot.name)))
             if name is not None:
                 if edit.slot.columns is not None and edit.factor != 1:
@@ -180,7 +180,7 @@ def set_factors(shortcuts: Sequence[Shortcut], factors: Factors) -> None:
 
 def refactor(found: Found, factors: Factors) -> None:
     """Give the shortcuts new factors and move the difference into the weights, in place."""
-    stream = found.tell()
+    stream = found.describe()
     if [id(shortcut) for shortcut in stream.shortcuts] != [id(shortcut) for shortcut in found.shortcuts]:
         raise UserError(
             f"{type(found.module).__name__} runs its blocks in another order than it lists them: describe its stream "

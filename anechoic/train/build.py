@@ -26,7 +26,7 @@ def open_data(config: Config) -> Source:
     data = config.data
     if not data.source:
         raise UserError("No data is given: name it with --data.source.")
-    labels = data.labels or config.watch.knn > 0 or config.objective.name in NEED_LABELS
+    labels = data.labels or config.monitor.knn > 0 or config.objective.name in NEED_LABELS
     if is_latents(data.source):
         return Latents(data.source, labels=labels)
     return open_source(data.source, labels=labels, channels=data.channels, size=data.image_size)
@@ -57,9 +57,9 @@ def check(config: Config) -> None:
             f"{config.objective.name} trains a {wanted} model, not {config.model.name}: choose one of those."
         )
     model_config(config.model.name, **model_options(config))
-    if config.compile and config.shortcut.fade_in:
+    if config.compile and config.shortcut.anneal:
         raise UserError(
-            "A compiled network has its alphas built in, so they cannot fade in: set shortcut.fade_in to 0 or compile "
+            "A compiled network has its alphas built in, so they cannot fade in: set shortcut.anneal to 0 or compile "
             "to false."
         )
 

@@ -28,9 +28,9 @@ from anechoic.models.layers import choose_path
 from anechoic.outcome import Outcome
 from anechoic.rng import Draws
 from anechoic.runtime import checkpoint
-from anechoic.runtime.determinism import reproducible, settle_garbage
+from anechoic.runtime.determinism import freeze_garbage, reproducible
 from anechoic.runtime.distributed import (
-    Place,
+    World,
     accelerators,
     average_gradients,
     from_first,
@@ -46,9 +46,9 @@ from anechoic.runtime.distributed import (
 from anechoic.runtime.progress import Progress
 from anechoic.runtime.run import Run, read_frozen_config, read_metrics
 from anechoic.runtime.signals import InterruptedRun, Stop, catch_signals
-from anechoic.shortcut import FadeIn
+from anechoic.shortcut import Annealing
 from anechoic.train.build import check, describe, make_model, make_optimizer, open_data, preparation, preprocess
-from anechoic.train.monitor import Samples, make_watcher, split_indices
+from anechoic.train.monitor import Samples, make_monitor, split_indices
 from anechoic.train.objectives import Objective, make_objective
 from anechoic.train.optim import AveragedWeights, gradient_norm, learning_rate, set_learning_rate
 
@@ -75,15 +75,15 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
 
     with ExitStack() as stack:
         stop = stack.enter_context(catch_signals(one_of_several=under_launcher()))
-        place = stack.enter_context(join())
+        world = stack.enter_context(join())
 
         # The first process owns the run directory; all of them open the data and agree on one frozen config.
         opened: list[Run] = []
-        from_first(place, lambda: opened.append(stack.enter_context(Run(run_dir))))
+        from_first(world, lambda: opened.append(stack.enter_context(Run(run_dir))))
         run = opened[0] if opened else None
         source = open_data(config)
-        config = from_json(from_first(place, lambda: to_json(settle(config, run, source, place))))
-        results = from_first(place, lambda: finished(run, config) if run else None)
+        config = from_json(from_first(world, lambda: to_json(resolve_config(config, run, source, world))))
+        results = from_first(world, lambda: finished(run, config) if run else None)
         if results is not None:
             return results
         data, optim = config.data, config.optim
@@ -95,10 +95,10 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
 
         # Build the model, its objective, and what moves its weights. Initial weights depend on the seed alone.
         torch.manual_seed(config.seed)
-        model = make_model(config).to(place.device)
+        model = make_model(config).to(world.device)
         if config.init_from:
             checkpoint.start_from(model, config.init_from)
-        choose_path(model, plain=config.plain, recompute=config.recompute)
+        choose_path(model, unfused=config.unfused, recompute=config.recompute)
         objective = make_objective(config.objective.name, **config.objective.options)
         optimizer = make_optimizer(model, optim)
         lr_at = partial(
@@ -109,13 +109,13 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
             schedule=optim.schedule,
             min_lr=optim.min_lr,
         )
-        fade_in = FadeIn.of(model, share=config.shortcut.fade_in) if config.shortcut.fade_in else None
+        anneal = Annealing.of(model, share=config.shortcut.anneal) if config.shortcut.anneal else None
         average = AveragedWeights(model, decay=optim.ema) if optim.ema else None
         card = checkpoint.model_card(model, preprocess(config))
 
         # Resume: the newest good checkpoint, and the metrics up to it.
         seen, sums = 0, {"count": 0.0}
-        found = from_first(place, lambda: checkpoint.latest(run_dir / "checkpoints"))
+        found = from_first(world, lambda: checkpoint.latest(run_dir / "checkpoints"))
         if found is not None:
             path, state = found
             model.load_state_dict(checkpoint.read_tensors(path, "model"))
@@ -123,7 +123,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
             if average is not None:
                 average.load(checkpoint.read_tensors(path, "ema"))
             seen, sums = state["seen"], state["sums"]
-        from_first(place, lambda: start(run, config, found))
+        from_first(world, lambda: start(run, config, found))
         if run is not None and verbose:
             print(describe(config, model, run_dir, seen=seen), file=sys.stderr, flush=True)
         resumed = found is not None
@@ -139,45 +139,45 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
             shuffle=True,
             drop_last=True,
             start=seen,
-            workers=workers_with_room(config, place),
-            rank=place.rank,
-            world_size=place.world_size,
+            workers=workers_with_room(config, world),
+            rank=world.rank,
+            world_size=world.size,
         )
         batches = iter(loader)
-        prepare = preparation(config, place.device)
-        watcher = None
+        prepare = preparation(config, world.device)
+        monitor = None
         if run is not None and data.holdout:
-            watcher = make_watcher(config, objective, source, train_indices, held_out_indices, prepare=prepare)
+            monitor = make_monitor(config, objective, source, train_indices, held_out_indices, prepare=prepare)
 
         # One forward of the model and its objective is what processes average the gradient of.
         task = Task(model, objective, seed=config.seed, compiled=config.compile)
-        trained = parallel(place, task)
+        trained = parallel(world, task)
         autocast = (
-            torch.autocast(place.device.type, dtype=torch.bfloat16) if config.precision == "bfloat16" else nullcontext()
+            torch.autocast(world.device.type, dtype=torch.bfloat16) if config.precision == "bfloat16" else nullcontext()
         )
         progress = stack.enter_context(
             Progress(
                 samples=optim.samples,
                 seen=seen,
                 shown=verbose and run is not None,
-                tensorboard=run_dir / "tensorboard" if config.watch.tensorboard and run is not None else None,
+                tensorboard=run_dir / "tensorboard" if config.monitor.tensorboard and run is not None else None,
             )
         )
         clock, clock_seen = time.perf_counter(), seen
         started = clock
-        settled = False
+        frozen_garbage = False
         model.train()
         stop.in_loop = True
 
         while True:
             done = seen >= optim.samples
-            if fade_in is not None:
-                fade_in.set(seen / optim.samples)
+            if anneal is not None:
+                anneal.set(seen / optim.samples)
 
             # What is due at this point was done before if a checkpoint of this point was loaded.
             if not resumed and run is not None:
                 # Report the means since the last report.
-                if sums["count"] and (due(seen, config.watch.report, optim.batch_size) or done):
+                if sums["count"] and (due(seen, config.monitor.report, optim.batch_size) or done):
                     count, now = sums.pop("count"), time.perf_counter()
                     record = {"kind": "train", "seen": seen, **{name: value / count for name, value in sums.items()}}
                     record["lr"] = lr_at(seen)
@@ -188,8 +188,8 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
                     sums, clock, clock_seen = {"count": 0.0}, now, seen
 
                 # Evaluate on held-out samples.
-                if watcher is not None and (due(seen, config.watch.every, optim.batch_size) or done):
-                    record = {"kind": "watch", "seen": seen, **watcher.look(model)}
+                if monitor is not None and (due(seen, config.monitor.every, optim.batch_size) or done):
+                    record = {"kind": "validation", "seen": seen, **monitor.measure(model)}
                     run.append(record)
                     progress.record(record)
 
@@ -216,7 +216,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
 
             # Stop.
             if stop.agreed and not done:
-                wait_for_all(place)  # a launcher may end the first process, which saves, once another has gone
+                wait_for_all(world)  # a launcher may end the first process, which saves, once another has gone
                 if run is not None:
                     log.warning("Stopped after %d of %d samples; the same command goes on.", seen, optim.samples)
                 raise InterruptedRun(stop.agreed)
@@ -228,17 +228,17 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
             step: dict[str, Tensor] = {}
             parts = split(next(batches), optim.accumulate)
             # Layers that draw for themselves (drop path) do so as a function of progress, so that they resume too.
-            torch.manual_seed(step_seed(config.seed, seen, place))
+            torch.manual_seed(step_seed(config.seed, seen, world))
             for i, (images, ids, visits, labels) in enumerate(parts):
                 with without_averaging(trained, active=i + 1 < len(parts)):
                     with autocast:
-                        losses = trained(prepare(images), *to_device(place.device, ids, visits, labels))
+                        losses = trained(prepare(images), *to_device(world.device, ids, visits, labels))
                     (losses["loss"] / len(parts)).backward()
                 for name, value in losses.items():
-                    step[name] = step.get(name, 0) + value.detach() / (len(parts) * place.world_size)
+                    step[name] = step.get(name, 0) + value.detach() / (len(parts) * world.size)
             average_gradients(trained)
-            step["gradient_norm"] = gradient_norm(model.parameters(), clip=optim.clip) / place.world_size
-            values = agree(place, step, stop)
+            step["gradient_norm"] = gradient_norm(model.parameters(), clip=optim.clip) / world.size
+            values = agree(world, step, stop)
             if not all(math.isfinite(value) for value in values.values()):
                 raise DivergedError(diverged_sentence(seen, config, run_dir))
             optimizer.step()
@@ -249,13 +249,13 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
             for name, value in values.items():
                 sums[name] = sums.get(name, 0.0) + value
             sums["count"] += 1
-            if not settled:
-                settle_garbage()
-                settled = True
+            if not frozen_garbage:
+                freeze_garbage()
+                frozen_garbage = True
             progress.advance(optim.batch_size, loss=values["loss"])
 
         # The end: the weights as a model directory, and what the run came to.
-        return from_first(place, lambda: finish(config, run, seconds=time.perf_counter() - started))
+        return from_first(world, lambda: finish(config, run, seconds=time.perf_counter() - started))
 
 
 # ---- its parts, in the order of their use
@@ -271,12 +271,12 @@ def number_of_processes(config: Config, run_dir: Path) -> int:
     return devices
 
 
-def settle(config: Config, run: Run | None, source: Source, place: Place) -> Config:
+def resolve_config(config: Config, run: Run | None, source: Source, world: World) -> Config:
     """The frozen config: every open choice made, or taken from the run that is there; another run is refused."""
-    assert run is not None, "only the first process settles"
-    if config.devices not in (None, place.world_size):
-        raise UserError(f"{place.world_size} processes were started, but devices is {config.devices}: make them equal.")
-    asked = replace(config, devices=place.world_size, data=replace(config.data, fingerprint=source.fingerprint))
+    assert run is not None, "only the first process resolves"
+    if config.devices not in (None, world.size):
+        raise UserError(f"{world.size} processes were started, but devices is {config.devices}: make them equal.")
+    asked = replace(config, devices=world.size, data=replace(config.data, fingerprint=source.fingerprint))
     saved = run.read_config()
     if saved is None:
         return resolve(
@@ -323,10 +323,10 @@ def start(run: Run | None, config: Config, found: tuple[Path, dict[str, Any]] | 
     run.start(to_json(config))
 
 
-def workers_with_room(config: Config, place: Place) -> int:
+def workers_with_room(config: Config, world: World) -> int:
     """The workers asked for, or none if shared memory cannot hold the batches they prepare; results are the same."""
     data, workers = config.data, config.data.workers or 0
-    batch = config.optim.batch_size // place.world_size * data.channels * data.image_size**2
+    batch = config.optim.batch_size // world.size * data.channels * data.image_size**2
     # Each worker prepares two batches ahead, one is being used; every process of this machine has its own workers.
     needed = batch * (2 * workers + 1) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if workers and needed > shared_room():
@@ -388,15 +388,15 @@ def to_device(device: torch.device, *tensors: Tensor | None) -> list[Tensor | No
     return [None if x is None else x.to(device, non_blocking=True) for x in tensors]
 
 
-def step_seed(seed: int, seen: int, place: Place) -> int:
+def step_seed(seed: int, seen: int, world: World) -> int:
     """A seed for each update of each process (the golden ratio's bits spread neighbouring run seeds apart)."""
-    return (seed * 0x9E3779B97F4A7C15 + seen * place.world_size + place.rank) % 2**63
+    return (seed * 0x9E3779B97F4A7C15 + seen * world.size + world.rank) % 2**63
 
 
-def agree(place: Place, step: dict[str, Tensor], stop: Stop) -> dict[str, float]:
+def agree(world: World, step: dict[str, Tensor], stop: Stop) -> dict[str, float]:
     """The sums over processes of their shares of each number; on the way they learn whether one was asked to stop."""
-    asked = torch.tensor(float(stop.asked), device=place.device)
-    *values, anyone = total(place, torch.stack([*(value.float() for value in step.values()), asked])).tolist()
+    asked = torch.tensor(float(stop.asked), device=world.device)
+    *values, anyone = total(world, torch.stack([*(value.float() for value in step.values()), asked])).tolist()
     if anyone:
         stop.agreed = stop.asked or signal.SIGTERM
     return dict(zip(step, values, strict=True))

@@ -57,7 +57,7 @@ def split_indices(size: int, *, holdout: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @dataclass(frozen=True)
-class Watcher:
+class Monitor:
     """Looks at held-out samples; `bank` are training samples that vote in the k-NN test, if one is wanted.
 
     prepare turns uint8 images into what the network takes, on its device.
@@ -71,7 +71,7 @@ class Watcher:
     batch_size: int
     prepare: Callable[[Tensor], Tensor]
 
-    def look(self, model: nn.Module) -> dict[str, Any]:
+    def measure(self, model: nn.Module) -> dict[str, Any]:
         """held_out_loss (and what else the objective tells), a number per block and per Shortcut, knn_accuracy."""
         images = self.prepare(self.held_out.images[:STATISTICS_SAMPLES])
         record: dict[str, Any] = {f"held_out_{name}": value for name, value in self.losses(model).items()}
@@ -121,7 +121,7 @@ class Watcher:
         return partial(getattr(import_module(module), function), model)
 
 
-def make_watcher(
+def make_monitor(
     config: Config,
     objective: Objective,
     source: Source,
@@ -129,7 +129,7 @@ def make_watcher(
     held_out_indices: np.ndarray,
     *,
     prepare: Callable[[Tensor], Tensor],
-) -> Watcher:
+) -> Monitor:
     """Reads the held-out samples, and the first training samples if a k-NN test is wanted, without augmentation."""
 
     def read(indices: np.ndarray) -> Images:
@@ -151,11 +151,11 @@ def make_watcher(
             torch.cat(labels) if labels else None,
         )
 
-    return Watcher(
+    return Monitor(
         objective=objective,
         objective_name=config.objective.name,
         held_out=read(held_out_indices),
-        bank=read(train_indices[: config.watch.knn]) if config.watch.knn else None,
+        bank=read(train_indices[: config.monitor.knn]) if config.monitor.knn else None,
         seed=config.seed,
         batch_size=min(256, config.optim.batch_size),
         prepare=prepare,

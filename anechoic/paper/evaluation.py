@@ -1,4 +1,4 @@
-"""What a trained cell is worth: frozen features of an encoder, images of a denoiser, decisions of a classifier.
+"""What a trained trial is worth: frozen features of an encoder, images of a denoiser, decisions of a classifier.
 
 Every number is per cent or a measure's own unit, per layer from the embedding (0) to the output.
 """
@@ -25,7 +25,7 @@ from anechoic.evals.probe import logistic_probe
 from anechoic.runtime.checkpoint import checkpoints
 
 if TYPE_CHECKING:
-    from anechoic.paper.trial import Judge
+    from anechoic.paper.trial import EvalPlan
 
 # Samples whose spectrum is measured.
 RANK_SAMPLES = 2000
@@ -36,9 +36,9 @@ def evenly(count: int, wanted: int) -> np.ndarray:
     return np.linspace(0, count - 1, min(count, wanted)).round().astype(np.int64)
 
 
-def open_judged(judge: Judge, *, channels: int) -> Labelled:
-    whole = open_labelled(judge.train, judge.test, channels=channels)
-    train, test = evenly(len(whole.train), judge.fitted), evenly(len(whole.test), judge.tested)
+def open_judged(evaluation: EvalPlan, *, channels: int) -> Labelled:
+    whole = open_labelled(evaluation.train, evaluation.test, channels=channels)
+    train, test = evenly(len(whole.train), evaluation.fitted), evenly(len(whole.test), evaluation.tested)
     return Labelled(
         Subset(whole.train, train),
         Subset(whole.test, test),
@@ -80,13 +80,13 @@ class Judged:
         labels = (self.labelled.train_labels, self.labelled.test_labels)
         return 100 * logistic_probe(self.train[key], labels[0], self.test[key], labels[1], seed=seed).accuracy
 
-    def published_probe(self, key: Key, judge: Judge, encoder: Encoder, *, seed: int) -> float:
+    def published_probe(self, key: Key, evaluation: EvalPlan, encoder: Encoder, *, seed: int) -> float:
         """As the paper (in100) or MAE (mae) fit it, instead of to convergence."""
         from anechoic.evals.labelled import LabelledFeatures
         from anechoic.evals.protocols import in100_rows, mae_rows
 
         layer, pooling = key
-        if judge.protocol == "mae":
+        if evaluation.protocol == "mae":
             (row,) = mae_rows(
                 encoder,
                 self.labelled,
@@ -112,10 +112,10 @@ class Judged:
         return float(torch.as_tensor(self.test[key]).norm(dim=1).mean())
 
 
-def judge_encoder(run_dir: Path, judge: Judge, *, seed: int) -> dict[str, Any]:
+def judge_encoder(run_dir: Path, evaluation: EvalPlan, *, seed: int) -> dict[str, Any]:
     """k-NN, effective rank and norm of every layer and token; probes of the last; k-NN at the kept checkpoints."""
     encoder = run_encoder(run_dir)
-    labelled = open_judged(judge, channels=encoder.channels)
+    labelled = open_judged(evaluation, channels=encoder.channels)
     found = Judged(encoder, labelled)
     last = found.layers[-1]
     metrics: dict[str, Any] = {"layers": {}}
@@ -123,30 +123,30 @@ def judge_encoder(run_dir: Path, judge: Judge, *, seed: int) -> dict[str, Any]:
         keys: list[Key] = [(layer, pooling) for layer in found.layers]
         table = [found.ranks(key) for key in keys]
         metrics["layers"][pooling] = {
-            "knn": [found.knn(key, k=judge.neighbours) for key in keys],
-            "knn_standardised": [found.knn(key, k=judge.neighbours, standardised=True) for key in keys],
+            "knn": [found.knn(key, k=evaluation.neighbours) for key in keys],
+            "knn_standardised": [found.knn(key, k=evaluation.neighbours, standardised=True) for key in keys],
             **{name: [row[name] for row in table] for name in table[0]},
             "norm": [found.norm(key) for key in keys],
         }
         for kind in ("knn", "knn_standardised"):
             metrics[f"{kind}_{pooling}"] = metrics["layers"][pooling][kind][-1]
-        if judge.probe:
+        if evaluation.probe:
             metrics[f"probe_{pooling}"] = (
                 found.probe((last, pooling), seed=seed)
-                if judge.protocol == "logistic"
-                else found.published_probe((last, pooling), judge, encoder, seed=seed)
+                if evaluation.protocol == "logistic"
+                else found.published_probe((last, pooling), evaluation, encoder, seed=seed)
             )
-    if judge.probe_layers:
+    if evaluation.probe_layers:
         metrics["probe_layers"] = {
-            str(layer): found.probe((layer, "mean"), seed=seed) for layer in judge.probe_layers if layer <= last
+            str(layer): found.probe((layer, "mean"), seed=seed) for layer in evaluation.probe_layers if layer <= last
         }
     metrics["rank"] = metrics["layers"]["mean"]["rank"][-1]
     metrics["entropy"] = metrics["layers"]["mean"]["entropy"][-1]
-    if judge.checkpoints:
+    if evaluation.checkpoints:
         metrics["over_time"] = [
-            judge_checkpoint(path, labelled, judge) for path in checkpoints(run_dir / "checkpoints")
+            judge_checkpoint(path, labelled, evaluation) for path in checkpoints(run_dir / "checkpoints")
         ]
-    if judge.pictures:
+    if evaluation.pictures:
         metrics["pictures"] = keep_pictures(encoder, found, seed=seed)
     return metrics
 
@@ -189,23 +189,23 @@ def unpacked(kept: dict[str, Any]) -> np.ndarray:
     return np.frombuffer(base64.b64decode(kept["bytes"]), np.uint8).reshape(kept["shape"]) / 255
 
 
-def judge_checkpoint(path: Path, labelled: Labelled, judge: Judge) -> dict[str, Any]:
+def judge_checkpoint(path: Path, labelled: Labelled, evaluation: EvalPlan) -> dict[str, Any]:
     """One point of a curve over training: the last layer by k-NN and rank."""
     encoder = run_encoder(path)
     last = len(encoder.widths) - 1
     found = Judged(encoder, labelled, layers=[last])
     row: dict[str, Any] = {"seen": int(path.name)}
     for pooling in found.poolings:
-        row[f"knn_{pooling}"] = found.knn((last, pooling), k=judge.neighbours)
-        row[f"knn_standardised_{pooling}"] = found.knn((last, pooling), k=judge.neighbours, standardised=True)
+        row[f"knn_{pooling}"] = found.knn((last, pooling), k=evaluation.neighbours)
+        row[f"knn_standardised_{pooling}"] = found.knn((last, pooling), k=evaluation.neighbours, standardised=True)
         row[f"entropy_{pooling}"] = found.ranks((last, pooling))["entropy"]
     return row
 
 
-def judge_classifier(run_dir: Path, judge: Judge) -> dict[str, Any]:
+def judge_classifier(run_dir: Path, evaluation: EvalPlan) -> dict[str, Any]:
     """Test accuracy of the trained head, and effective rank of every layer's mean token."""
     encoder = run_encoder(run_dir)
-    labelled = open_judged(judge, channels=encoder.channels)
+    labelled = open_judged(evaluation, channels=encoder.channels)
     return {
         "accuracy": classifier_accuracy(run_dir, encoder, labelled),
         "layers": {"mean": layer_ranks(Judged(encoder, labelled))},
@@ -232,47 +232,47 @@ def classifier_accuracy(run_dir: Path, encoder: Encoder, labelled: Labelled) -> 
     return 100 * right / start
 
 
-def judge_denoiser(run_dir: Path, judge: Judge, *, source: str, seed: int) -> dict[str, Any]:
+def judge_denoiser(run_dir: Path, evaluation: EvalPlan, *, source: str, seed: int) -> dict[str, Any]:
     """Distance of its images to the real ones, and the probe of its features over layers and noise levels."""
     metrics: dict[str, Any] = {}
-    if judge.samples:
-        metrics |= judge_samples(run_dir, judge, source=source, seed=seed)
-    if judge.train:
-        metrics |= probe_denoiser(run_dir, judge, seed=seed)
+    if evaluation.samples:
+        metrics |= judge_samples(run_dir, evaluation, source=source, seed=seed)
+    if evaluation.train:
+        metrics |= probe_denoiser(run_dir, evaluation, seed=seed)
     return metrics
 
 
-def judge_samples(run_dir: Path, judge: Judge, *, source: str, seed: int) -> dict[str, Any]:
+def judge_samples(run_dir: Path, evaluation: EvalPlan, *, source: str, seed: int) -> dict[str, Any]:
     """Frechet distance and its companions of `samples` images to at most four times as many real ones."""
     from anechoic.data import open_source
     from anechoic.diffusion.generation import Request, generate, image_batches
     from anechoic.evals.extractors import extractor_named
     from anechoic.evals.frechet import compare, measure_images
 
-    made = generate(Request(run=str(run_dir), num=judge.samples, seed=seed), progress=False).pixels
-    extractor = extractor_named(judge.extractor)
+    made = generate(Request(run=str(run_dir), num=evaluation.samples, seed=seed), progress=False).pixels
+    extractor = extractor_named(evaluation.extractor)
     real = open_source(source, channels=made.shape[1])
-    chosen = Subset(real, evenly(len(real), 4 * judge.samples))
+    chosen = Subset(real, evenly(len(real), 4 * evaluation.samples))
     sides = [
         measure_images(image_batches(chosen, batch_size=64), extractor, images={}),
         measure_images(made.split(64), extractor, images={}),
     ]
     with warnings.catch_warnings():
-        # The estimate is biased at so few images, equally for every cell of a table; the page says how many there were.
+        # The estimate is biased at so few images, equally for every trial of a table; the page says how many.
         warnings.simplefilter("ignore")
         found = compare(*sides, seed=0)
     return {"frechet": found[extractor.receipt()["metric"]], **{name: found[name] for name in ("precision", "recall")}}
 
 
-def probe_denoiser(run_dir: Path, judge: Judge, *, seed: int) -> dict[str, Any]:
+def probe_denoiser(run_dir: Path, evaluation: EvalPlan, *, seed: int) -> dict[str, Any]:
     """probe: test accuracy at the (noise, layer) that is best on held-out training data."""
     from anechoic.evals.noisy_probe import held_out_part, level_features, open_noisy
     from anechoic.evals.protocols import logistic_rows
 
     denoiser = open_noisy(run_dir)
-    labelled = open_judged(judge, channels=denoiser.channels)
+    labelled = open_judged(evaluation, channels=denoiser.channels)
     by_level = {
-        level: level_features(denoiser, labelled, level=level, layers="all", seed=seed) for level in judge.noise
+        level: level_features(denoiser, labelled, level=level, layers="all", seed=seed) for level in evaluation.noise
     }
     rows = [
         {"noise": level, "layer": row["layer"], "held_out": 100 * row["accuracy"]}
