@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 import warnings
 import zlib
 from collections.abc import Generator, Iterator, Sequence
@@ -27,14 +28,15 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 from tqdm import tqdm
 
-from anechoic.data.source import BadImage, Source, Subset, digest, refuse_too_many
+from anechoic.data.source import BadImage, EncodedSource, Source, Subset, digest, refuse_too_many
 from anechoic.errors import UserError
 from anechoic.runtime.files import flush, sweep_leftovers, write_aside
 
 FORMAT = 1
 # A data set whose decoded pixels exceed this is read from its files every time.
 LIMIT_BYTES = 4 << 30
-SPOT_CHECKS = 64
+# Images looked at before all of them are, and the seconds that may take.
+SPOT_CHECKS, SPOT_SECONDS = 64, 0.5
 CHUNK = 64
 # Images that a thread reads before it looks whether the run was stopped.
 STOP_EVERY = 8
@@ -131,7 +133,7 @@ def stored(source: Source, *, min_side: int, build: bool = True) -> Source:
         return source
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with locked(folder, working_on=folder.with_suffix(".unfinished")):
+        with locked(folder.with_suffix(".lock"), working_on=folder.with_suffix(".unfinished")):
             return _open_or_build(source, folder, min_side=min_side)
     except OSError as error:
         warnings.warn(
@@ -144,29 +146,31 @@ def stored(source: Source, *, min_side: int, build: bool = True) -> Source:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, *, working_on: Path) -> Iterator[None]:
+def locked(file: Path, *, working_on: Path) -> Iterator[None]:
     """Hold the lock of this part of the cache; OSError if another process has it and does not get on.
 
-    working_on: the folder where the other one writes. While that grows, waiting is worth it.
+    working_on: the folder where the other one writes. While that changes, waiting is worth it.
     """
-    lock = FileLock(f"{folder}.lock")
+    lock = FileLock(file)
     while not lock.is_locked:
-        before = _size(working_on)
+        before = _state_of(working_on)
         try:
             lock.acquire(timeout=PATIENCE)
         except Timeout:
-            if _size(working_on) == before:
-                raise OSError(f"another process holds {folder}.lock and has not got on for {PATIENCE:g} s") from None
+            if _state_of(working_on) == before:
+                raise OSError(f"another process holds {file} and has not got on for {PATIENCE:g} s") from None
     try:
         yield
     finally:
         lock.release()
 
 
-def _size(folder: Path) -> int:
+def _state_of(folder: Path) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of everything in the folder: another result later means that somebody works there."""
     with contextlib.suppress(OSError):
-        return sum(file.stat().st_size for file in folder.iterdir())
-    return 0
+        stats = [(str(path), path.stat()) for path in sorted(folder.rglob("*"))]
+        return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    return []
 
 
 def expected_bytes(source: Source, *, min_side: int) -> int:
@@ -181,7 +185,10 @@ def expected_bytes(source: Source, *, min_side: int) -> int:
 def _open_or_build(source: Source, folder: Path, *, min_side: int) -> Stored:
     if folder.is_dir():
         try:
-            return Stored(source, folder)
+            kept = Stored(source, folder)
+            if isinstance(source, EncodedSource):
+                compare_some(source)
+            return kept
         except UserError:
             raise
         except (ValueError, KeyError, EOFError, FileNotFoundError) as error:
@@ -202,6 +209,15 @@ def _open_or_build(source: Source, folder: Path, *, min_side: int) -> Stored:
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return Stored(source, folder, verify=False)
+
+
+def compare_some(source: EncodedSource) -> None:
+    """UserError if an image whose pixels are kept has other bytes now; the same images every time, in no order."""
+    started = time.monotonic()
+    for index in np.random.default_rng(0).permutation(len(source))[:SPOT_CHECKS].tolist():
+        source.compare_content(index)
+        if time.monotonic() - started > SPOT_SECONDS:
+            return
 
 
 def _write(source: Source, folder: Path, *, min_side: int) -> None:

@@ -54,7 +54,10 @@ def permutation(count: int, *, seed: int, epoch: int) -> Tensor:
 
 
 class _Batches(Dataset):
-    """Batch number -> (batch or None if nothing in it was readable, unreadable images met); runs in the workers."""
+    """Batch number -> (batch or None if nothing in it was readable, unreadable images met); runs in the workers.
+
+    A user's mistake found there is handed over as such: raised in a worker it would come back wrapped in a traceback.
+    """
 
     def __init__(
         self,
@@ -82,7 +85,13 @@ class _Batches(Dataset):
         self.bad: dict[int, BadImage] = {}
         self._orders: dict[int, Tensor] = {}
 
-    def __getitem__(self, number: int) -> tuple[Batch | None, list[tuple[str, str]]]:
+    def __getitem__(self, number: int) -> tuple[Batch | None, list[tuple[str, str]]] | UserError:
+        try:
+            return self._batch(number)
+        except UserError as mistake:
+            return mistake
+
+    def _batch(self, number: int) -> tuple[Batch | None, list[tuple[str, str]]]:
         known = len(self.bad)
         ids, visits = self.samples(number)
         rows, images = self._read(ids.tolist())
@@ -220,7 +229,10 @@ class Loader:
             worker_init_fn=_start_worker,
             collate_fn=_as_is,
         )
-        for batch, bad in loader:
+        for item in loader:
+            if isinstance(item, UserError):
+                raise item
+            batch, bad = item
             if bad:
                 self.source.note_skipped(bad)
             if batch is not None:

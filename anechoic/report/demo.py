@@ -6,7 +6,6 @@ It calls what the verbs call and adds nothing of its own to what is measured; th
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from anechoic.evals.labelled import LabelledFeatures, labelled_features, open_la
 from anechoic.evals.probe import logistic_probe
 from anechoic.report import figures
 from anechoic.report.tables import percent, text_table
+from anechoic.runtime.children import Children
 from anechoic.runtime.run import read_metrics
 
 TRAIN, TEST = "digits:train", "digits:test"
@@ -65,19 +65,12 @@ def train_twins(out: Path, *, samples: int, seed: int) -> None:
     """Both at once, a process and a core each; a finished twin returns at once and a stopped one goes on."""
     out.mkdir(parents=True, exist_ok=True)
     processes = {}
-    for name, alpha_min in TWINS.items():
-        with open(out / f"{name}.log", "w") as log:
-            line = command(out / name, alpha_min, samples=samples, seed=seed)
-            processes[name] = subprocess.Popen(line, stdout=log, stderr=log)
-    try:
-        follow(out, processes, total=samples * len(processes))
-    except BaseException:
-        for process in processes.values():  # each saves before it ends
-            process.send_signal(signal.SIGTERM)
-        raise
-    finally:
-        for process in processes.values():
-            process.wait()
+    with Children() as children:  # stopped or failed, each saves before it ends
+        for name, alpha_min in TWINS.items():
+            with open(out / f"{name}.log", "w") as log:
+                line = command(out / name, alpha_min, samples=samples, seed=seed)
+                processes[name] = children.start(line, stdout=log, stderr=log)
+        follow(out, processes, children, total=samples * len(processes))
     for name, process in processes.items():
         if process.returncode:
             story = out / f"{name}.log"
@@ -90,13 +83,15 @@ def command(run: Path, alpha_min: float, *, samples: int, seed: int) -> list[str
     return [*verb, "--shortcut.alpha-min", str(alpha_min), "--optim.samples", str(samples), "--seed", str(seed)]
 
 
-def follow(out: Path, processes: dict[str, subprocess.Popen], *, total: int) -> None:
+def follow(out: Path, processes: dict[str, subprocess.Popen], children: Children, *, total: int) -> None:
     """One bar for both, read from their metrics, until both have ended."""
     with tqdm(total=total, unit="img", unit_scale=True, desc="training both", file=sys.stderr) as bar:
         while any(process.poll() is None for process in processes.values()):
-            time.sleep(0.5)
+            time.sleep(0.2)
+            children.check()
             seen = sum(last_seen(out / name) for name in processes)
             bar.update(seen - bar.n)
+        children.check()
         bar.update(sum(last_seen(out / name) for name in processes) - bar.n)
 
 

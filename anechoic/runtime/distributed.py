@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anechoic.errors import UserError
 from anechoic.runtime.children import Asked, end_with, noting_signals
+from anechoic.runtime.files import reserve
 from anechoic.runtime.signals import InterruptedRun
 
 log = logging.getLogger("anechoic")
@@ -394,15 +395,6 @@ def shared_memory(world: World, size: int) -> Tensor | None:
         if world.is_first:
             os.unlink(name)
     return memory
-
-
-def reserve(descriptor: int, size: int) -> None:
-    """Give a file this length and room for all of it now; OSError if there is none."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, max(1, size))
-        return
-    for start in range(0, size, 1 << 20):
-        os.write(descriptor, bytes(min(1 << 20, size - start)))
 
 
 def shared_room() -> float:

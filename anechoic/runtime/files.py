@@ -59,6 +59,18 @@ def write_aside(path: Path, *, folder: bool = False) -> Iterator[Path]:
         raise
 
 
+def reserve(descriptor: int, size: int) -> None:
+    """Give a file at least this length and room for all of it now; OSError if there is none.
+
+    Writing through a memory map to room that does not exist would end the process instead.
+    """
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, max(1, size))
+        return
+    for start in range(0, size, 1 << 20):
+        os.write(descriptor, bytes(min(1 << 20, size - start)))
+
+
 def write_json(path: Path, value: Any) -> None:
     with write_aside(path) as temporary:
         temporary.write_text(json.dumps(value, indent=2) + "\n")
