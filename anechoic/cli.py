@@ -16,6 +16,7 @@ from anechoic import __version__
 from anechoic.api import VERBS, verb
 from anechoic.errors import UserError
 from anechoic.runtime.children import end_with_whoever_started_me
+from anechoic.runtime.signals import InterruptedRun, leave
 
 USER_MISTAKE = 2
 READER_GONE = 128 + 13  # as a shell reports a process that SIGPIPE ended
@@ -94,6 +95,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return READER_GONE
     except KeyboardInterrupt:
         return INTERRUPTED
+    except InterruptedRun as stopped:
+        if argv is None:  # this is the whole program
+            leave(128 + stopped.signal_number)
+        raise
     return 0
 
 

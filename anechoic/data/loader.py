@@ -11,6 +11,8 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -226,7 +228,7 @@ class Loader:
             sampler=numbers,
             batch_size=None,
             num_workers=self.workers,
-            worker_init_fn=_start_worker,
+            worker_init_fn=partial(_start_worker, parent=os.getpid()),
             collate_fn=_as_is,
         )
         for item in loader:
@@ -239,18 +241,32 @@ class Loader:
                 yield batch
 
 
+@contextmanager
+def naming_killed_workers() -> Iterator[None]:
+    """A worker that was killed is told in one sentence; torch raises it wherever the main thread happens to be."""
+    try:
+        yield
+    except RuntimeError as problem:
+        if "DataLoader worker" not in str(problem):
+            raise
+        raise UserError(
+            "A process that decodes images was ended from outside, as the system does when memory runs out: give the "
+            "same command again, or fewer data.workers."
+        ) from problem
+
+
 def _as_is(item: Any) -> Any:
     return item
 
 
-def _start_worker(worker: int) -> None:
+def _start_worker(worker: int, *, parent: int) -> None:
     """A forked worker inherits the run's signal handlers, but only the run may save and say goodbye.
 
     A signal to the whole group must not take the workers from a run that still needs them to end its update.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
 
 
 def _end_with_parent(parent: int) -> None:

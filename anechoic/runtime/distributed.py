@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing import connection
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from anechoic.errors import UserError
 from anechoic.runtime.children import Asked, end_with, noting_signals
 from anechoic.runtime.files import reserve
-from anechoic.runtime.signals import InterruptedRun
+from anechoic.runtime.signals import InterruptedRun, leave
 
 log = logging.getLogger("anechoic")
 
@@ -107,10 +107,10 @@ class _Rank:
 
     def __init__(self, rank: int, variables: dict[str, str], function: Callable, arguments: tuple) -> None:
         own = {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        context = multiprocessing.get_context("spawn")
+        context, method = multiprocessing.get_context("spawn"), multiprocessing.get_start_method()
         self.number = rank
         self.ear, mouth = context.Pipe(duplex=False)
-        self.process = context.Process(target=_worker, args=(os.getpid(), own, mouth, function, arguments))
+        self.process = context.Process(target=_worker, args=(os.getpid(), method, own, mouth, function, arguments))
         with ignoring_interrupts():  # the terminal's Ctrl-C is for the launcher, which passes it on
             self.process.start()
         mouth.close()
@@ -192,16 +192,23 @@ def ignoring_interrupts() -> Iterator[None]:
 
 
 def _worker(
-    launcher: int, variables: dict[str, str], mouth: Any, function: Callable[..., Any], arguments: tuple
+    launcher: int,
+    start_method: str,
+    variables: dict[str, str],
+    mouth: Any,
+    function: Callable[..., Any],
+    arguments: tuple,
 ) -> None:
     """Runs in each process; what the caller should hear of travels back as a value, so that no traceback is printed."""
     end_with(launcher)
+    multiprocessing.set_start_method(start_method, force=True)  # of workers, as in a process that was not spawned
     os.environ.update(variables)
 
-    def say(kind: str, value: Any) -> None:
+    def say(kind: str, value: Any) -> NoReturn:
         mouth.send_bytes(
             pickle.dumps((time.monotonic(), kind, value))
         )  # tensors too as bytes: this process will be gone
+        leave(0)
 
     try:
         say("result", function(*arguments))
@@ -211,7 +218,6 @@ def _worker(
         say("interrupted", problem.signal_number)
     except Exception:  # raised again by the launcher: once, and not by every process that missed its peer
         say("defect", traceback.format_exc())
-        os._exit(1)  # peers may wait for this one in vain; an orderly goodbye would wait for them
 
 
 @contextmanager

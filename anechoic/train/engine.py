@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from anechoic.config import Config, adopt, differences, from_json, resolve, to_json
 from anechoic.data import Augment, Loader, Source, Subset
+from anechoic.data.loader import naming_killed_workers
 from anechoic.errors import UserError
 from anechoic.models.layers import choose_path
 from anechoic.outcome import Outcome
@@ -74,6 +75,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
         return launch(partial(fit, verbose=verbose), config, run_dir, devices=devices)
 
     with ExitStack() as stack:
+        stack.enter_context(naming_killed_workers())
         stop = stack.enter_context(catch_signals(one_of_several=under_launcher()))
         world = stack.enter_context(join())
 
