@@ -32,12 +32,11 @@ def popen(command):
 # ---- processes
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.5])
-def test_a_launcher_killed_while_its_ranks_start_leaves_no_orphans(tmp_path, delay):
+def test_a_launcher_killed_while_its_ranks_start_leaves_no_orphans(tmp_path):
     """They are still importing torch then, and must not take whoever adopts them for their launcher."""
     process = popen([*command_for(TWO), "--out", str(tmp_path / "run")])
     wait_until(lambda: len(descendants(process.pid)) >= 2, "the ranks are being started")
-    time.sleep(delay)
+    time.sleep(random.random() / 2)
     children = descendants(process.pid)
     process.kill()
     process.communicate()
@@ -45,17 +44,16 @@ def test_a_launcher_killed_while_its_ranks_start_leaves_no_orphans(tmp_path, del
 
 
 @pytest.mark.parametrize(
-    ("who", "words"), [("rank", "was ended by SIGKILL"), ("worker", "that decodes images was ended")]
+    ("more", "words"), [(TWO, "was ended by SIGKILL"), (PARTS, "that decodes images was ended")], ids=["rank", "worker"]
 )
-def test_a_killed_process_is_one_sentence(tmp_path, who, words):
+def test_a_killed_process_is_one_sentence(tmp_path, more, words):
     for attempt in range(5):
         out = tmp_path / f"run-{attempt}"
-        process = start(command_for(TWO), out)
+        process = start(command_for(more), out)
         everybody = descendants(process.pid)
-        spawned = [pid for pid in everybody if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
-        ranks = [pid for pid in spawned if parent_of(pid) == process.pid]
-        workers = [pid for pid in spawned if parent_of(pid) in ranks]
-        os.kill(random.choice(ranks if who == "rank" else workers), signal.SIGKILL)
+        own = [pid for pid in everybody if parent_of(pid) == process.pid]
+        trackers = [pid for pid in own if "resource_tracker" in Path(f"/proc/{pid}/cmdline").read_text()]
+        os.kill(random.choice([pid for pid in own if pid not in trackers]), signal.SIGKILL)
         output, _ = process.communicate(timeout=PATIENCE)
         if not (out / "results.json").exists():
             break
@@ -85,21 +83,6 @@ def test_a_signal_to_the_whole_group_still_saves(tmp_path):
     assert process.returncode == 128 + signal.SIGTERM, output
     assert "the same command goes on" in output
     assert "Traceback" not in output
-
-
-def test_two_processes_end_soon_after_their_save(tmp_path):
-    """Torch's own launcher waited 30 s for processes that waited for it."""
-    for attempt in range(5):
-        out = tmp_path / f"run-{attempt}"
-        process = start(command_for(TWO), out)
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=PATIENCE)
-        ended = time.time()
-        if not (out / "results.json").exists():
-            break
-    assert process.returncode == 128 + signal.SIGINT, output
-    saved = (checkpoint.checkpoints(out / "checkpoints")[-1] / "state.json").stat().st_mtime
-    assert ended - saved < 10  # three seconds on a machine that has nothing else to do
 
 
 def test_a_second_interrupt_ends_at_once(tmp_path):

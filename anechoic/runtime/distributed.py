@@ -205,9 +205,7 @@ def _worker(
     os.environ.update(variables)
 
     def say(kind: str, value: Any) -> NoReturn:
-        mouth.send_bytes(
-            pickle.dumps((time.monotonic(), kind, value))
-        )  # tensors too as bytes: this process will be gone
+        mouth.send_bytes(pickle.dumps((time.monotonic(), kind, value)))  # tensors as bytes, too
         leave(0)
 
     try:

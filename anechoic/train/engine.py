@@ -55,6 +55,9 @@ from anechoic.train.optim import AveragedWeights, gradient_norm, learning_rate, 
 
 log = logging.getLogger("anechoic")
 
+# Bytes of shared memory for the queues through which a process talks to its workers.
+QUEUES = 1 << 20
+
 
 class DivergedError(UserError):
     """The loss or the gradient is no longer a number."""
@@ -329,8 +332,8 @@ def workers_with_room(config: Config, world: World) -> int:
     """The workers asked for, or none if shared memory cannot hold the batches they prepare; results are the same."""
     data, workers = config.data, config.data.workers or 0
     batch = config.optim.batch_size // world.size * data.channels * data.image_size**2
-    # Each worker prepares two batches ahead, one is being used; every process of this machine has its own workers.
-    needed = batch * (2 * workers + 1) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    # Each worker prepares two batches ahead, one is being used, queues take some; so for every process of this machine.
+    needed = (batch * (2 * workers + 1) + QUEUES) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if workers and needed > shared_room():
         log.warning(
             "Shared memory has no room for the %d MB that %d workers hand over: images are decoded without workers. "
