@@ -15,7 +15,6 @@ from test_resume import PARTS, PATIENCE, TWO, alive, command_for, descendants, r
 
 from anechoic.config import SaveConfig
 from anechoic.errors import UserError
-from anechoic.runtime import checkpoint
 from anechoic.runtime.run import read_metrics
 from anechoic.train import engine
 from anechoic.train.engine import fit
