@@ -28,12 +28,13 @@ IN_FOLDER = ("model.safetensors", "pytorch_model.bin", "diffusion_pytorch_model.
 
 class Checkpoint(NamedTuple):
     """tensors by name; settings: the folder's config.json; processor: its preprocessor_config.json; wrapper: the entry
-    of the file that held the tensors."""
+    of the file that held the tensors; arguments: the command line of the training, if the file kept it."""
 
     tensors: dict[str, Tensor]
     settings: dict[str, Any]
     processor: dict[str, Any]
     wrapper: str | None
+    arguments: dict[str, Any]
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -42,8 +43,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise UserError(f"There is no checkpoint {path}.")
     if path.is_dir():
         return _read_folder(path)
-    tensors, wrapper = _unwrap(_read_file(path), path)
-    return Checkpoint(tensors, {}, {}, wrapper)
+    tensors, wrapper, arguments = _unwrap(_read_file(path), path)
+    return Checkpoint(tensors, {}, {}, wrapper, arguments)
 
 
 def _read_folder(folder: Path) -> Checkpoint:
@@ -52,8 +53,9 @@ def _read_folder(folder: Path) -> Checkpoint:
         raise UserError(
             f"{folder} holds none of {', '.join(IN_FOLDER)}: give the folder of one model, or the file itself."
         )
-    tensors, wrapper = _unwrap(_read_file(files[0]), files[0])
-    return Checkpoint(tensors, _json(folder / "config.json"), _json(folder / "preprocessor_config.json"), wrapper)
+    tensors, wrapper, arguments = _unwrap(_read_file(files[0]), files[0])
+    settings, processor = _json(folder / "config.json"), _json(folder / "preprocessor_config.json")
+    return Checkpoint(tensors, settings, processor, wrapper, arguments)
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -95,11 +97,17 @@ def _first_line(problem: Exception) -> str:
     return (str(problem).splitlines() or [type(problem).__name__])[0]
 
 
-def _unwrap(data: Any, path: Path) -> tuple[dict[str, Tensor], str | None]:
-    """The state dict inside a training checkpoint, without the prefixes of parallel and compiled modules."""
-    wrapper = None
+def _unwrap(data: Any, path: Path) -> tuple[dict[str, Tensor], str | None, dict[str, Any]]:
+    """The state dict inside a training checkpoint, without the prefixes of parallel and compiled modules; its entry;
+    and the arguments of the training."""
+    wrapper, arguments = None, {}
     if isinstance(data, Mapping) and not any(isinstance(value, Tensor) for value in data.values()):
         wrapper = next((name for name in WRAPPERS if isinstance(data.get(name), Mapping)), None)
+        kept = data.get("args")
+        if isinstance(kept, argparse.Namespace):
+            arguments = dict(vars(kept))
+        elif isinstance(kept, Mapping):
+            arguments = dict(kept)
         data = data[wrapper] if wrapper else data
     if not isinstance(data, Mapping):
         raise UserError(f"{path} holds a {type(data).__name__}, not a dictionary of tensors.")
@@ -111,4 +119,4 @@ def _unwrap(data: Any, path: Path) -> tuple[dict[str, Tensor], str | None]:
     for prefix in PREFIXES:
         if all(name.startswith(prefix) for name in tensors):
             tensors = {name.removeprefix(prefix): value for name, value in tensors.items()}
-    return tensors, wrapper
+    return tensors, wrapper, arguments

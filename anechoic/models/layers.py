@@ -138,6 +138,11 @@ def check_heads(dim: int, num_heads: int) -> None:
         raise UserError(f"A width of {dim} cannot be split into {num_heads} heads: choose a divisor of {dim}.")
 
 
+def check_gelu(gelu: str) -> None:
+    if gelu not in ("none", "tanh"):
+        raise UserError(f"gelu must be 'none' (exact) or 'tanh', not {gelu!r}.")
+
+
 def check_images(images: Tensor, in_channels: int, size: tuple[int, int] | None = None) -> None:
     """size: the only (height, width) the network takes, where its positions are learned."""
     if images.ndim != 4 or images.shape[1] != in_channels or (size and tuple(images.shape[2:]) != size):
@@ -268,10 +273,14 @@ class Attention(nn.Module):
         return heads.permute(2, 0, 3, 1, 4).unbind(0)
 
 
+# Exact, or approximated by a tanh: the two that are in use differ by up to 5e-4.
+Gelu = Literal["none", "tanh"]
+
+
 class Mlp(nn.Module):
     """Linear, GELU, linear."""
 
-    def __init__(self, dim: int, hidden: int, *, gelu: Literal["none", "tanh"] = "none") -> None:
+    def __init__(self, dim: int, hidden: int, *, gelu: Gelu = "none") -> None:
         super().__init__()
         self.fc1 = nn.Linear(dim, hidden)
         self.act = nn.GELU(approximate=gelu)
@@ -311,6 +320,7 @@ class Block(nn.Module):
         *,
         mlp_ratio: float = 4.0,
         qkv_bias: bool = True,
+        gelu: Gelu = "none",
         shortcuts: Sequence[Shortcut] | None = None,
         eps: Sequence[float] = (1e-6, 1e-6),
         drop_path: float = 0.0,
@@ -319,7 +329,7 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(dim, eps=eps[0])
         self.attn = Attention(dim, num_heads, qkv_bias=qkv_bias)
         self.norm2 = nn.LayerNorm(dim, eps=eps[1])
-        self.mlp = Mlp(dim, int(dim * mlp_ratio))
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), gelu=gelu)
         self.drop_path = DropPath(drop_path)
         self.shortcut1, self.shortcut2 = shortcuts or (Shortcut(kind="attention"), Shortcut(kind="mlp"))
 
