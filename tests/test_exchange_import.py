@@ -515,7 +515,7 @@ def test_the_activation_of_transformers(kind, tmp_path):
 
 
 def test_the_packed_network_computes_the_same_activation():
-    from anechoic.inference import FrozenTransformer
+    from anechoic.models.packed import FrozenTransformer
     from anechoic.models import build_model
 
     torch.manual_seed(0)

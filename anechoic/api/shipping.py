@@ -27,8 +27,8 @@ def export(run: Path, /, *, to: Target, out: Path, check: str = "", fold: bool =
         check: images to compare on (default: the embedded scenes, for colour networks, or digits).
         fold: fold the network also for safetensors, onnx and torch-export.
     """
-    from anechoic.checkpoint import load
     from anechoic.exchange.exporting import encoder_of, export_model, is_decayed
+    from anechoic.runtime.checkpoint import load
     from anechoic.surgery import fold as folded
 
     started = time.perf_counter()
@@ -105,9 +105,9 @@ def import_weights(
         mask_ratio: share of the patches it hides (0.75 unless told).
         num_classes: classes of a SiT or U-ViT, without the null label.
     """
-    from anechoic.checkpoint import model_card, write_model
     from anechoic.exchange.importing import import_checkpoint
     from anechoic.exchange.told import Choices
+    from anechoic.runtime.checkpoint import model_card, write_model
 
     started = time.perf_counter()
     if out.exists():
