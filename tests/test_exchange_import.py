@@ -515,8 +515,8 @@ def test_the_activation_of_transformers(kind, tmp_path):
 
 
 def test_the_packed_network_computes_the_same_activation():
-    from anechoic.models.packed import FrozenTransformer
     from anechoic.models import build_model
+    from anechoic.models.packed import FrozenTransformer
 
     torch.manual_seed(0)
     model = build_model("vit_tiny_patch8", image_size=32, dim=48, depth=2, num_heads=3, gelu="tanh").eval()
@@ -647,7 +647,7 @@ def test_more_skips_than_decoder_blocks(tmp_path):
     ("name", "value", "complaint"),
     [
         ("cls_token", torch.zeros(0, 1, 48), "cls_token has the shape"),
-        ("cls_token", torch.zeros(1, 1, 1).expand(1, 1, 10**9), "pos_embed has the shape"),
+        ("cls_token", torch.zeros(1, 1, 1).expand(1, 1, 10**9), "claims tensors of"),
         ("pos_embed", torch.zeros(1, 17, 40), "a width of 48"),
         ("patch_embed.proj.weight", torch.zeros(48, 3, 8, 4), "are square"),
         ("blocks.0.mlp.fc1.weight", torch.zeros(3), "mlp.fc1.weight has the shape"),

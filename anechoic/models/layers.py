@@ -33,6 +33,9 @@ from anechoic.shortcut import (
     shortcut_factors,
 )
 
+# Numbers in a table of positions, a quarter of a gigabyte.
+MAX_TABLE = 1 << 26
+
 # ---- configuration common to all networks
 
 
@@ -100,6 +103,11 @@ class TransformerConfig(NetworkConfig):
         super().__post_init__()
         check_grid(self.size, self.patch_size)
         check_heads(self.dim, self.num_heads)
+        if math.prod(self.grid_size) * self.dim > MAX_TABLE:
+            h, w = self.grid_size
+            raise UserError(f"{h} x {w} patches of width {self.dim} are beyond any memory: choose larger patches.")
+        if not 0 < self.mlp_ratio <= 1000 or int(self.dim * self.mlp_ratio) < 1:
+            raise UserError(f"mlp_ratio must be positive and at most 1000, not {self.mlp_ratio}.")
 
     @property
     def branch_kinds(self) -> list[str]:
@@ -126,7 +134,7 @@ class TransformerConfig(NetworkConfig):
 
 
 def check_grid(size: tuple[int, int], patch_size: int) -> None:
-    if min(size) < 1 or size[0] % patch_size or size[1] % patch_size:
+    if min(*size, patch_size) < 1 or size[0] % patch_size or size[1] % patch_size:
         raise UserError(
             f"Images of {size[0]} x {size[1]} cannot be cut into {patch_size} x {patch_size} patches: choose "
             f"multiples of {patch_size}."
@@ -134,7 +142,7 @@ def check_grid(size: tuple[int, int], patch_size: int) -> None:
 
 
 def check_heads(dim: int, num_heads: int) -> None:
-    if num_heads < 1 or dim % num_heads:
+    if num_heads < 1 or dim < 1 or dim % num_heads:
         raise UserError(f"A width of {dim} cannot be split into {num_heads} heads: choose a divisor of {dim}.")
 
 
@@ -200,10 +208,11 @@ def sincos_positions(dim: int, grid: tuple[int, int]) -> Tensor:
     # In float64 on the CPU, which every accelerator can take the rounded result from.
     steps = torch.arange(max(dim // 4, *grid), dtype=torch.float64, device="cpu")
     frequencies = 10000.0 ** (-steps[: dim // 4] / (dim // 4))
-    rows, columns = torch.meshgrid(steps[: grid[0]], steps[: grid[1]], indexing="ij")
-    halves = [axis.reshape(-1, 1) * frequencies for axis in (columns, rows)]
-    table = torch.cat([part for half in halves for part in (half.sin(), half.cos())], dim=1)
-    return table.float().to(torch.get_default_device())
+    waves = steps[: max(grid), None] * frequencies
+    along = torch.cat([waves.sin(), waves.cos()], dim=1).float()  # (places on a side, D/2)
+    h, w = grid
+    table = torch.cat([along[None, :w].expand(h, -1, -1), along[:h, None].expand(-1, w, -1)], dim=2)
+    return table.view(h * w, dim).to(torch.get_default_device())
 
 
 def time_embedding(t: Tensor, dim: int) -> Tensor:
