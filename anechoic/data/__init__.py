@@ -18,6 +18,7 @@ from anechoic.data.loader import Batch, Loader
 from anechoic.data.source import IMAGE_SUFFIXES, BadImage, Source, Subset, common_labels
 from anechoic.data.tables import Parquet, open_hub
 from anechoic.errors import UserError, nearest_name
+from anechoic.runtime.untrusted import reason
 
 __all__ = [
     "Array",
@@ -75,6 +76,8 @@ def open_source(
             return _open_file(path, labels=labels, channels=channels)
     except PermissionError as error:
         raise UserError(f"{error.filename!r} may not be read; change its permissions.") from error
+    except OSError as error:
+        raise UserError(f"{text[:200]!r} cannot be read ({reason(error)}).") from error
     if "{" in text and ".." in text:
         return open_shard_pattern(str(path), labels=labels, channels=channels)
     raise UserError(f"There is no data at {text!r}; {_hint(text, path)}")

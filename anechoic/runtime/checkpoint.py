@@ -23,14 +23,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from anechoic.errors import UserError
-from anechoic.models import build, family_of, from_json, to_json
+from anechoic.models import family_of, to_json
 from anechoic.models.layers import check_marks
 from anechoic.models.preprocess import Preprocess
-from anechoic.runtime.run import read_json, write_json
+from anechoic.runtime.card import FORMAT, network_of
+from anechoic.runtime.run import write_json
+from anechoic.runtime.untrusted import read_table, reason
 
 log = logging.getLogger("anechoic")
-
-FORMAT = "anechoic/1"
 
 
 class DamagedError(Exception):
@@ -147,7 +147,10 @@ def latest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def read_tensors(path: Path, name: str) -> dict[str, Tensor]:
-    return load_file(path / f"{name}.safetensors")
+    file = path / f"{name}.safetensors"
+    if not file.is_file():
+        raise FileNotFoundError(f"{file.name} is missing")
+    return load_file(file)
 
 
 # ---- optimiser state as named tensors
@@ -203,9 +206,9 @@ def _weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The weights to use and the card of a model directory or checkpoint."""
     averaged = (path / "ema.safetensors").exists()
     try:
-        return read_tensors(path, "ema" if averaged else "model"), read_json(path / "config.json")
+        return read_tensors(path, "ema" if averaged else "model"), read_table(path / "config.json")
     except (OSError, SafetensorError) as problem:
-        raise UserError(f"{path} holds no readable weights ({problem}).") from problem
+        raise UserError(f"{path} holds no readable weights ({reason(problem)}).") from problem
 
 
 def model_directory(path: str | Path) -> Path:
@@ -231,12 +234,7 @@ def load(path: str | Path) -> Any:
     Of a run that averages its weights, the averaged ones.
     """
     tensors, card = _weights(model_directory(path))
-    if card.get("format") != FORMAT:
-        raise UserError(f"{path} has the format {card.get('format')!r}; this version reads {FORMAT!r}.")
-    model: Any = build(from_json(card["config"]))
-    model.load_state_dict(tensors)
-    model.preprocess = Preprocess.from_json(card["preprocess"])
-    return model.eval()
+    return network_of(card, tensors, where=str(path))
 
 
 @torch.no_grad()
