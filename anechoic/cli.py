@@ -33,7 +33,7 @@ def overview() -> str:
         [
             "usage: anechoic VERB ... [--json]",
             "",
-            "Generative representation learners whose identity shortcuts fade with depth.",
+            "Generative representation learners whose identity shortcuts decay with depth.",
             "",
             *rows,
             "",
