@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import json
@@ -14,7 +13,7 @@ import tyro
 
 from anechoic import __version__
 from anechoic.api import VERBS, verb
-from anechoic.errors import UserError
+from anechoic.errors import UserError, nearest_name
 from anechoic.runtime.children import end_with_whoever_started_me
 from anechoic.runtime.signals import InterruptedRun, leave
 
@@ -34,7 +33,7 @@ def overview() -> str:
         [
             "usage: anechoic VERB ... [--json]",
             "",
-            "Generative representation learners whose identity shortcuts fade with depth.",
+            "Generative representation learners whose identity shortcuts decay with depth.",
             "",
             *rows,
             "",
@@ -79,9 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, *rest = arguments
     if name not in VERBS:
-        near = difflib.get_close_matches(name, VERBS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "anechoic --help lists the verbs."
-        print(f"anechoic: there is no verb {name!r}; {hint}", file=sys.stderr)
+        print(f"anechoic: there is no verb {name!r}; {nearest_name(name, VERBS)}", file=sys.stderr)
         return USER_MISTAKE
     try:
         tyro.cli(with_json_flag(verb(name)), prog=f"anechoic {name}", args=rest)

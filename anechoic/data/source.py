@@ -216,6 +216,22 @@ def classes_from_folders(names: Sequence[str], *, where: str) -> tuple[np.ndarra
     return number_classes([part[0] for part in parts])
 
 
+# A class number beyond this is damage: whatever counts classes makes room for each of them.
+MAX_CLASSES = 1_000_000
+
+
+def check_labels(labels: np.ndarray, *, where: str) -> np.ndarray:
+    """Class numbers as int64 (N,), counted from 0."""
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
+        raise UserError(f"The labels of {where} must be one whole number an image.")
+    if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= MAX_CLASSES):
+        raise UserError(
+            f"The labels of {where} go from {int(labels.min())} to {int(labels.max())}; number the classes from 0, up "
+            f"to {MAX_CLASSES - 1:,}."
+        )
+    return labels.astype(np.int64)
+
+
 def labels_of(source: Source) -> np.ndarray:
     """The labels, or a UserError that says how to give some."""
     if source.labels is None:

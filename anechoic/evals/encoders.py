@@ -1,26 +1,31 @@
-"""Encoders to judge: a run of ours, a timm or transformers model, and the baselines that show what "poor" means.
+"""Encoders to evaluate: a run of ours, a timm or transformers model, and the baselines that show what "poor" means.
 
 Each becomes an Encoder: a module with `blocks` and `num_prefix_tokens`, and how its images are prepared. Nothing is
-trained here. One small adapter per foreign family; adapters know classes, not names of modules.
+trained here. One small adapter per foreign library; adapters know classes, not names of modules. Denoisers, whose
+features depend on the noise, are denoisers.py's.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from anechoic.config import IMAGENET_MEAN, IMAGENET_STD
 from anechoic.errors import UserError
-from anechoic.evals.features import layer_widths, poolings_of, trunk
+from anechoic.evals.features import Pooling, layer_widths, poolings_of, trunk
+from anechoic.models.preprocess import Preprocess
+from anechoic.runtime.fingerprint import hash_tensors
+from anechoic.runtime.untrusted import of_kind, read_table, reason, refuse_giants, refuse_unbacked
 
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Raw pixels are compared at this side at most; more would only repeat themselves.
 PIXEL_SIDE = 32
 
@@ -31,32 +36,56 @@ class Encoder:
 
     name: str
     model: nn.Module
-    image_size: int
-    channels: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    preprocess: Preprocess
     untrained: Callable[[], nn.Module] | None = field(default=None, repr=False)
+    # Images of a batch. An accelerator wants many; cores compute them in small groups and only have to be kept busy.
+    batch_size: ClassVar[int] = 256
+    batch_size_on_cores: ClassVar[int] = 64
+
+    @property
+    def image_size(self) -> int:
+        return self.preprocess.image_size
+
+    @property
+    def channels(self) -> int:
+        return self.preprocess.channels
+
+    @property
+    def forward(self) -> Callable[[Tensor], object] | None:
+        """What runs the network on prepared images, where that is not the plain call of its trunk."""
+        return None
+
+    def prepare(self, images: Tensor, ids: Tensor) -> Tensor:
+        """uint8 images (B, C, H, W) of the samples `ids` (B,), on the device -> the network's input."""
+        return self.preprocess.apply(images)
+
+    def for_part(self, part: int) -> Encoder:
+        """The encoder for one part of the data (0: train, 1: test), where what it draws depends on that."""
+        return self
 
     @cached_property
     def widths(self) -> list[int]:
         """Channels of every layer."""
         # Noise, because a norm may leave the stream of a black image as it is and would not be seen.
         shape = (1, self.channels, self.image_size, self.image_size)
-        return layer_widths(self.model, torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        return layer_widths(self.model, noise.to(next(self.model.parameters(), noise).device))
 
     @property
-    def poolings(self) -> tuple:
+    def poolings(self) -> tuple[Pooling, ...]:
         return poolings_of(self.model)
+
+    @property
+    def about(self) -> str:
+        """What features depend on besides the network and its weights."""
+        return repr(self.preprocess)
 
     @cached_property
     def fingerprint(self) -> str:
         """Hex; changes with the architecture, the weights or the preparation of images."""
-        state, network = hashlib.blake2b(digest_size=16), trunk(self.model)
-        state.update(repr((network, self.image_size, self.channels, self.mean, self.std)).encode())
-        for name, value in network.state_dict().items():
-            state.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-            state.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        return state.hexdigest()
+        network = trunk(self.model)
+        rest = hashlib.sha256(f"{network!r} {self.about}".encode()).hexdigest()[:16]
+        return rest + hash_tensors(network.state_dict())
 
 
 def open_encoder(spec: str | Path, *, image_size: int | None = None) -> Encoder:
@@ -68,7 +97,9 @@ def open_encoder(spec: str | Path, *, image_size: int | None = None) -> Encoder:
         encoder = transformers_encoder(rest)
     else:
         encoder = run_encoder(spec)
-    return encoder if image_size is None else replace(encoder, image_size=image_size)
+    if image_size is None:
+        return encoder
+    return replace(encoder, preprocess=replace(encoder.preprocess, image_size=image_size))
 
 
 def run_encoder(path: str | Path) -> Encoder:
@@ -78,16 +109,7 @@ def run_encoder(path: str | Path) -> Encoder:
     model = load(path)
     if family_of(model.config) in ("uvit", "sit"):
         raise UserError(f"{path} is a diffusion model, whose features depend on the noise: use anechoic probe --noise.")
-    prepare = model.preprocess
-    return Encoder(
-        name=Path(path).name or str(path),
-        model=model,
-        image_size=int(prepare["image_size"]),
-        channels=int(prepare["channels"]),
-        mean=tuple(prepare["mean"]),
-        std=tuple(prepare["std"]),
-        untrained=lambda: build(model.config).eval(),
-    )
+    return Encoder(Path(path).name or str(path), model, model.preprocess, untrained=lambda: build(model.config).eval())
 
 
 # ---- other people's models
@@ -154,15 +176,8 @@ def timm_encoder(name: str) -> Encoder:
     if isinstance(model, TimmStages):
         check_maps(model, name, config["input_size"])
     channels, size, _ = config["input_size"]
-    return Encoder(
-        f"timm:{name}",
-        model,
-        size,
-        channels,
-        tuple(config["mean"]),
-        tuple(config["std"]),
-        lambda: create(False),
-    )
+    preprocess = Preprocess(tuple(config["mean"]), tuple(config["std"]), size, channels)
+    return Encoder(f"timm:{name}", model, preprocess, lambda: create(False))
 
 
 @torch.inference_mode()
@@ -208,31 +223,47 @@ def transformers_encoder(folder: str) -> Encoder:
         raise UserError('transformers models need an extra package: pip install "anechoic[families]".') from error
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # weights of a decoder or head are left out on purpose
+    refuse_code(folder)
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if config.model_type == "vit_mae":
             config.mask_ratio = 0.0
-        model = AutoModel.from_pretrained(folder, config=config).eval()
-    except (OSError, ValueError) as error:
-        raise UserError(f"hf:{folder} cannot be loaded: {str(error).splitlines()[0]}") from error
+        if Path(folder).is_dir():
+            with torch.device("meta"):
+                count = sum(parameter.numel() for parameter in AutoModel.from_config(config).parameters())
+            refuse_unbacked(count, Path(folder), where=f"hf:{folder}")
+        model, told = AutoModel.from_pretrained(
+            folder, config=config, trust_remote_code=False, output_loading_info=True, weights_only=True
+        )
+    except UserError:
+        raise
+    # transformers meets damaged folders with almost any exception.
+    except Exception as error:
+        raise UserError(f"hf:{folder} cannot be loaded: {reason(error)}.") from error
     finally:
         logging.set_verbosity(verbosity)
+    refuse_misfit(folder, told)
+    model.eval()
     size, patch, channels = (getattr(config, name, None) for name in ("image_size", "patch_size", "num_channels"))
     lists = {name: part for name, part in model.named_modules() if isinstance(part, nn.ModuleList)}
     paths = [name for name, part in lists.items() if len(part) == getattr(config, "num_hidden_layers", None)]
     if not isinstance(size, int) or not isinstance(patch, int) or not channels or not paths:
         raise UserError(f"hf:{folder} holds a {type(model).__name__}, which is no plain vision transformer.")
-    with torch.inference_mode():
-        tokens = call_transformers(model, torch.zeros(1, channels, size, size)).last_hidden_state
+    try:
+        with torch.inference_mode():
+            tokens = call_transformers(model, torch.zeros(1, channels, size, size)).last_hidden_state
+    except Exception as error:  # as above
+        raise UserError(
+            f"hf:{folder} cannot be used: its config does not describe a working model ({reason(error)})."
+        ) from error
     prefix = tokens.shape[1] - (size // patch) ** 2
     mean, std = transformers_statistics(folder, channels)
 
     def fresh() -> nn.Module:
         return TransformersEncoder(AutoModel.from_config(config).eval(), prefix, paths[0])
 
-    return Encoder(
-        f"hf:{Path(folder).name}", TransformersEncoder(model, prefix, paths[0]), size, channels, mean, std, fresh
-    )
+    wrapped = TransformersEncoder(model, prefix, paths[0])
+    return Encoder(f"hf:{Path(folder).name}", wrapped, Preprocess(mean, std, size, channels), fresh)
 
 
 def transformers_statistics(folder: str, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -240,10 +271,43 @@ def transformers_statistics(folder: str, channels: int) -> tuple[tuple[float, ..
     path = Path(folder) / "preprocessor_config.json"
     if not path.exists():
         return (IMAGENET_MEAN, IMAGENET_STD) if channels == 3 else ((0.5,) * channels, (0.5,) * channels)
-    import json
+    found = read_table(path)
+    mean, std = (of_kind(found, f"image_{name}", list, where=str(path)) for name in ("mean", "std"))
+    numbers = [*mean, *std]
+    if not (
+        len(mean) == len(std) == channels and all(isinstance(x, int | float) and math.isfinite(x) for x in numbers)
+    ):
+        raise UserError(f"{path} says image_mean = {mean!r:.60} and image_std = {std!r:.60} for {channels} channels.")
+    if min(std) <= 0:
+        raise UserError(f"{path} says image_std = {std!r:.60}, and images cannot be divided by it.")
+    return tuple(mean), tuple(std)
 
-    found = json.loads(path.read_text())
-    return tuple(found["image_mean"]), tuple(found["image_std"])
+
+def refuse_code(folder: str) -> None:
+    """A folder may ask for Python files of its own to be run, or for a network of any size."""
+    path = Path(folder)
+    if not path.is_dir():
+        return  # a name on the hub: transformers reads it as data
+    if not (path / "config.json").is_file():
+        raise UserError(f"hf:{folder} has no config.json: give a folder written by save_pretrained.")
+    card = read_table(path / "config.json")
+    refuse_giants(card, where=str(path / "config.json"))
+    if "auto_map" in card:
+        raise UserError(
+            f"hf:{folder} asks for code of its own to be run (auto_map in its config.json), which is refused: give a "
+            f"model of a class that transformers has."
+        )
+
+
+def refuse_misfit(folder: str, told: Mapping[str, Any]) -> None:
+    """Weights that the network wants and the folder has not would be random. A pooler is never used."""
+    lost = [str(name) for name in told.get("missing_keys", ()) if "pooler" not in str(name)]
+    lost += [str(item[0] if isinstance(item, tuple) else item) for item in told.get("mismatched_keys", ())]
+    if lost:
+        raise UserError(
+            f"The weights in hf:{folder} do not fit the network its config.json describes: {min(lost)} is missing or "
+            f"of another shape{f', and {len(lost) - 1} more' if len(lost) > 1 else ''}."
+        )
 
 
 # ---- baselines

@@ -26,6 +26,7 @@ from anechoic.exchange.layouts import OURS_TO_TIMM, Tensors, rename, timm_to_tra
 from anechoic.models import build
 from anechoic.models.layers import MARKS
 from anechoic.models.mae import MaskedAutoencoder
+from anechoic.models.preprocess import Preprocess
 from anechoic.models.sit import SiT
 from anechoic.models.uvit import UViT
 from anechoic.models.vit import VisionTransformer, ViTConfig
@@ -187,6 +188,7 @@ def timm_arguments(config: ViTConfig) -> dict[str, Any]:
         "qkv_bias": config.qkv_bias,
         "num_classes": config.num_classes,
         "global_pool": "avg" if mean else "token",
+        **({} if config.gelu == "none" else {"act_layer": "gelu_tanh"}),
     }
 
 
@@ -233,8 +235,8 @@ def to_timm(model: Any, folder: Path, images: Tensor) -> Exported:
         "model_args": arguments,
         "pretrained_cfg": {
             "input_size": [channels, height, width],
-            "mean": how["mean"],
-            "std": how["std"],
+            "mean": list(how.mean),
+            "std": list(how.std),
             "num_classes": arguments["num_classes"],
             "first_conv": "patch_embed.proj",
             "classifier": "head",
@@ -284,7 +286,7 @@ def transformers_settings(config: ViTConfig, eps: float) -> dict[str, Any]:
         "num_hidden_layers": config.depth,
         "num_attention_heads": config.num_heads,
         "intermediate_size": int(config.dim * config.mlp_ratio),
-        "hidden_act": "gelu",
+        "hidden_act": "gelu" if config.gelu == "none" else "gelu_pytorch_tanh",
         "layer_norm_eps": eps,
         "image_size": config.size[0],
         "patch_size": config.patch_size,
@@ -299,17 +301,17 @@ def transformers_settings(config: ViTConfig, eps: float) -> dict[str, Any]:
     return settings
 
 
-def transformers_processor(how: Mapping[str, Any]) -> dict[str, Any]:
+def transformers_processor(how: Preprocess) -> dict[str, Any]:
     return {
         "image_processor_type": "ViTImageProcessor",
         "do_resize": True,
-        "size": {"height": how["image_size"], "width": how["image_size"]},
+        "size": {"height": how.image_size, "width": how.image_size},
         "resample": 3,
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
-        "image_mean": how["mean"],
-        "image_std": how["std"],
+        "image_mean": list(how.mean),
+        "image_std": list(how.std),
     }
 
 

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from anechoic.errors import UserError
 from anechoic.models import fused
+from anechoic.rng import Draws
 from anechoic.shortcut import (
     SCHEDULES,
     AlphaMin,
@@ -32,6 +33,9 @@ from anechoic.shortcut import (
     resolve_alpha_min,
     shortcut_factors,
 )
+
+# Numbers in a table of positions, a quarter of a gigabyte.
+MAX_TABLE = 1 << 26
 
 # ---- configuration common to all networks
 
@@ -100,6 +104,11 @@ class TransformerConfig(NetworkConfig):
         super().__post_init__()
         check_grid(self.size, self.patch_size)
         check_heads(self.dim, self.num_heads)
+        if math.prod(self.grid_size) * self.dim > MAX_TABLE:
+            h, w = self.grid_size
+            raise UserError(f"{h} x {w} patches of width {self.dim} are beyond any memory: choose larger patches.")
+        if not 0 < self.mlp_ratio <= 1000 or int(self.dim * self.mlp_ratio) < 1:
+            raise UserError(f"mlp_ratio must be positive and at most 1000, not {self.mlp_ratio}.")
 
     @property
     def branch_kinds(self) -> list[str]:
@@ -126,7 +135,7 @@ class TransformerConfig(NetworkConfig):
 
 
 def check_grid(size: tuple[int, int], patch_size: int) -> None:
-    if min(size) < 1 or size[0] % patch_size or size[1] % patch_size:
+    if min(*size, patch_size) < 1 or size[0] % patch_size or size[1] % patch_size:
         raise UserError(
             f"Images of {size[0]} x {size[1]} cannot be cut into {patch_size} x {patch_size} patches: choose "
             f"multiples of {patch_size}."
@@ -134,8 +143,13 @@ def check_grid(size: tuple[int, int], patch_size: int) -> None:
 
 
 def check_heads(dim: int, num_heads: int) -> None:
-    if num_heads < 1 or dim % num_heads:
+    if num_heads < 1 or dim < 1 or dim % num_heads:
         raise UserError(f"A width of {dim} cannot be split into {num_heads} heads: choose a divisor of {dim}.")
+
+
+def check_gelu(gelu: str) -> None:
+    if gelu not in ("none", "tanh"):
+        raise UserError(f"gelu must be 'none' (exact) or 'tanh', not {gelu!r}.")
 
 
 def check_images(images: Tensor, in_channels: int, size: tuple[int, int] | None = None) -> None:
@@ -195,10 +209,11 @@ def sincos_positions(dim: int, grid: tuple[int, int]) -> Tensor:
     # In float64 on the CPU, which every accelerator can take the rounded result from.
     steps = torch.arange(max(dim // 4, *grid), dtype=torch.float64, device="cpu")
     frequencies = 10000.0 ** (-steps[: dim // 4] / (dim // 4))
-    rows, columns = torch.meshgrid(steps[: grid[0]], steps[: grid[1]], indexing="ij")
-    halves = [axis.reshape(-1, 1) * frequencies for axis in (columns, rows)]
-    table = torch.cat([part for half in halves for part in (half.sin(), half.cos())], dim=1)
-    return table.float().to(torch.get_default_device())
+    waves = steps[: max(grid), None] * frequencies
+    along = torch.cat([waves.sin(), waves.cos()], dim=1).float()  # (places on a side, D/2)
+    h, w = grid
+    table = torch.cat([along[None, :w].expand(h, -1, -1), along[:h, None].expand(-1, w, -1)], dim=2)
+    return table.view(h * w, dim).to(torch.get_default_device())
 
 
 def time_embedding(t: Tensor, dim: int) -> Tensor:
@@ -268,10 +283,14 @@ class Attention(nn.Module):
         return heads.permute(2, 0, 3, 1, 4).unbind(0)
 
 
+# Exact, or approximated by a tanh: the two that are in use differ by up to 5e-4.
+Gelu = Literal["none", "tanh"]
+
+
 class Mlp(nn.Module):
     """Linear, GELU, linear."""
 
-    def __init__(self, dim: int, hidden: int, *, gelu: Literal["none", "tanh"] = "none") -> None:
+    def __init__(self, dim: int, hidden: int, *, gelu: Gelu = "none") -> None:
         super().__init__()
         self.fc1 = nn.Linear(dim, hidden)
         self.act = nn.GELU(approximate=gelu)
@@ -282,7 +301,12 @@ class Mlp(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Drops a branch for whole samples with the given rate and rescales the rest, in training only."""
+    """Drops a branch for whole samples with the given rate and rescales the rest, in training only.
+
+    A run gives every sample its own number, see `give_draws`; without one they come from torch's generator.
+    """
+
+    uniform: Tensor | None = None
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -291,7 +315,8 @@ class DropPath(nn.Module):
     def forward(self, fx: Tensor) -> Tensor:
         if self.rate == 0 or not self.training:
             return fx
-        keep = torch.rand(fx.shape[0], *[1] * (fx.ndim - 1), device=fx.device) >= self.rate
+        uniform = torch.rand(len(fx), device=fx.device) if self.uniform is None else self.uniform
+        keep = uniform.view(-1, *[1] * (fx.ndim - 1)) >= self.rate
         return fx * (keep.to(fx.dtype) / (1 - self.rate))
 
 
@@ -311,6 +336,7 @@ class Block(nn.Module):
         *,
         mlp_ratio: float = 4.0,
         qkv_bias: bool = True,
+        gelu: Gelu = "none",
         shortcuts: Sequence[Shortcut] | None = None,
         eps: Sequence[float] = (1e-6, 1e-6),
         drop_path: float = 0.0,
@@ -319,8 +345,8 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(dim, eps=eps[0])
         self.attn = Attention(dim, num_heads, qkv_bias=qkv_bias)
         self.norm2 = nn.LayerNorm(dim, eps=eps[1])
-        self.mlp = Mlp(dim, int(dim * mlp_ratio))
-        self.drop_path = DropPath(drop_path)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), gelu=gelu)
+        self.drop_path1, self.drop_path2 = DropPath(drop_path), DropPath(drop_path)
         self.shortcut1, self.shortcut2 = shortcuts or (Shortcut(kind="attention"), Shortcut(kind="mlp"))
 
     def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
@@ -333,9 +359,9 @@ class Block(nn.Module):
         if not self.unfused and fused.covers(self, x):
             x = fused.attention_branch(x, rows, self.norm1, self.attn, self.shortcut1)
             return fused.mlp_branch(x, self.norm2, self.mlp, self.shortcut2)
-        fx = self.drop_path(self.attn(self.norm1(x), rows))
+        fx = self.drop_path1(self.attn(self.norm1(x), rows))
         x = self.shortcut1(x if rows is None else take(x, rows), fx)
-        return self.shortcut2(x, self.drop_path(self.mlp(self.norm2(x))))
+        return self.shortcut2(x, self.drop_path2(self.mlp(self.norm2(x))))
 
     def branches(self) -> list[Branch]:
         return [
@@ -349,6 +375,15 @@ def choose_path(model: nn.Module, *, unfused: bool = False, recompute: bool = Fa
     for module in model.modules():
         if isinstance(module, Block):
             module.unfused, module.recompute = unfused, recompute
+
+
+def give_draws(model: nn.Module, draws: Draws) -> None:
+    """Let the next forward drop branches by numbers that belong to the samples, whichever process computes them."""
+    dropping = [module for module in model.modules() if isinstance(module, DropPath) and module.rate > 0]
+    if dropping:
+        uniform = draws.uniform("drop-path", len(dropping))
+        for i, module in enumerate(dropping):
+            module.uniform = uniform[:, i]
 
 
 def tapped(blocks: Iterable[Any]) -> list[Event]:

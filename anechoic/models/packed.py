@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -54,8 +55,9 @@ class PackedLinear:
             weight, bias = scale * weight, None if bias is None else scale * bias
         return cls(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), TOKENS), bias)
 
-    def __call__(self, x: Tensor, *, gelu: bool = False) -> Tensor:
-        attribute, algorithm = ("gelu", "none") if gelu else ("none", "")
+    def __call__(self, x: Tensor, *, gelu: str | None = None) -> Tensor:
+        """gelu: "none" (exact) or "tanh" applies it to the result."""
+        attribute, algorithm = ("none", "") if gelu is None else ("gelu", gelu)
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, attribute, [], algorithm)
 
     def added_to(self, stream: Tensor, x: Tensor) -> Tensor:
@@ -73,6 +75,7 @@ class PackedBlock:
         self.qkv, self.fc1 = PackedLinear.of(block.attn.qkv), PackedLinear.of(block.mlp.fc1)
         self.proj = PackedLinear.of(block.attn.proj, scale=beta(block.shortcut1))
         self.fc2 = PackedLinear.of(block.mlp.fc2, scale=beta(block.shortcut2))
+        self.gelu = block.mlp.act.approximate
 
     def __call__(self, x: Tensor, *, rows: int | None = None) -> Tensor:
         """x (B, N, D), which is written over -> (B, N, D), or only its first rows -> (B, rows, D)."""
@@ -83,7 +86,7 @@ class PackedBlock:
             q, x = q[:, :, :rows], x[:, :rows].contiguous()
         attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, -1, D)
         x = self.proj.added_to(faded(x, self.alphas[0]), attended)
-        hidden = self.fc1(self.norms[1](x), gelu=True)
+        hidden = self.fc1(self.norms[1](x), gelu=self.gelu)
         return self.fc2.added_to(faded(x, self.alphas[1]), hidden)
 
 
@@ -133,7 +136,6 @@ def in_groups(run: Callable[[Tensor], dict], batches: Iterable[Tensor], *, token
     threads of OpenMP spin. The next batch is fetched, and waits, while this one is computed.
     """
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
 
     @torch.inference_mode()
@@ -145,13 +147,28 @@ def in_groups(run: Callable[[Tensor], dict], batches: Iterable[Tensor], *, token
         return {key: torch.cat([part[key] for part in found]) for key in found[0]}
 
     waiting: deque[list[Future[dict]]] = deque()
+    fetched = iter(batches)
     try:
-        for images in batches:
-            waiting.append([pool.submit(compute, part) for part in images.split(max(1, TOKENS // tokens))])
-            if len(waiting) > 1:
-                yield joined(waiting.popleft())
-        while waiting:
-            yield joined(waiting.popleft())
+        while True:
+            # One thread while batches are fetched and groups awaited; whoever takes the results has all of them.
+            with one_thread():
+                images = next(fetched, None)
+                if images is not None:
+                    waiting.append([pool.submit(compute, part) for part in images.split(max(1, TOKENS // tokens))])
+                if not waiting:
+                    return
+                ready = joined(waiting.popleft()) if images is None or len(waiting) > 1 else None
+            if ready is not None:
+                yield ready
     finally:
         pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

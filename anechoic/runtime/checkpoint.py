@@ -20,8 +20,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from anechoic.errors import UserError
-from anechoic.models import build, family_of, from_json, to_json
+from anechoic.models import family_of, to_json
 from anechoic.models.layers import check_marks
+from anechoic.models.preprocess import Preprocess
+from anechoic.runtime.card import FORMAT, network_of
 from anechoic.runtime.files import (
     checksum,
     flush,
@@ -32,10 +34,10 @@ from anechoic.runtime.files import (
     write_aside,
     write_json,
 )
+from anechoic.runtime.untrusted import reason
 
 log = logging.getLogger("anechoic")
 
-FORMAT = "anechoic/1"
 # In a model directory's config.json: the SHA-256 of model.safetensors.
 WEIGHTS_CHECKSUM = "weights_sha256"
 
@@ -47,10 +49,10 @@ class DamagedError(Exception):
 # ---- writing
 
 
-def model_card(model: nn.Module, preprocess: Mapping[str, Any]) -> dict[str, Any]:
-    """What `config.json` says beside the weights. preprocess: mean, std, image_size, channels."""
+def model_card(model: nn.Module, preprocess: Preprocess) -> dict[str, Any]:
+    """What `config.json` says beside the weights."""
     config = to_json(model.config)  # type: ignore[arg-type]
-    return {"format": FORMAT, "family": config["family"], "config": config, "preprocess": dict(preprocess)}
+    return {"format": FORMAT, "family": config["family"], "config": config, "preprocess": preprocess.to_json()}
 
 
 def save(
@@ -139,7 +141,10 @@ def latest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def read_tensors(path: Path, name: str) -> dict[str, Tensor]:
-    return load_file(path / f"{name}.safetensors")
+    file = path / f"{name}.safetensors"
+    if not file.is_file():
+        raise FileNotFoundError(f"{file.name} is missing")
+    return load_file(file)
 
 
 # ---- optimiser state as named tensors
@@ -201,7 +206,7 @@ def _weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             )
         return read_tensors(path, name), card
     except (OSError, SafetensorError) as problem:
-        raise UserError(f"{path} holds no readable weights ({problem}).") from problem
+        raise UserError(f"{path} holds no readable weights ({reason(problem)}).") from problem
 
 
 def model_directory(path: str | Path) -> Path:
@@ -227,12 +232,7 @@ def load(path: str | Path) -> Any:
     Of a run that averages its weights, the averaged ones.
     """
     tensors, card = _weights(model_directory(path))
-    if card.get("format") != FORMAT:
-        raise UserError(f"{path} has the format {card.get('format')!r}; this version reads {FORMAT!r}.")
-    model: Any = build(from_json(card["config"]))
-    model.load_state_dict(tensors)
-    model.preprocess = card["preprocess"]
-    return model.eval()
+    return network_of(card, tensors, where=str(path))
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
-"""A bank of features on disk: what an encoder makes of a source, computed once in one pass and kept by content.
+"""The features of a source: what an encoder makes of its images in one pass, in memory or in a cache on disk.
 
-The key is the encoder's weights and preparation and the source's images, so a stale entry cannot be met; a checksum
-tells a damaged one. It knows neither labels nor judges. Features are written as they come, so memory does not grow with
-the number of images, unless the disk refuses: then they are held in memory.
+The cache's key is the encoder's weights and preparation and the source's images, so a stale entry cannot be met; a
+checksum tells a damaged one. Files are written as features come, so memory does not grow with the number of images,
+unless the disk refuses: then they are held in memory. It knows neither labels nor metrics.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from anechoic.data import Augment, Loader, Source, cache_dir, normalise
+from anechoic.data import Augment, Loader, Source, cache_dir
 from anechoic.data.cache import locked
 from anechoic.errors import UserError
 from anechoic.evals.encoders import Encoder
@@ -37,17 +37,17 @@ from anechoic.runtime.files import (
     write_json,
 )
 
-# Images of a batch. An accelerator wants many; cores compute them in small groups and only have to be kept busy.
-BATCH, BATCH_ON_CORES = 256, 64
 IDS, INDEX = "ids.npy", "index.json"
 
 
 @dataclass(frozen=True)
 class Features:
-    """sets: (layer, pooling) -> float32 (n, D), read from disk as used; ids (n,): which images of the source."""
+    """sets: (layer, pooling) -> float32 (n, D); ids (n,): which images of the source; skipped: (name, reason) of those
+    that cannot be read."""
 
     sets: dict[Key, np.ndarray]
     ids: np.ndarray
+    skipped: tuple[tuple[str, str], ...] = ()
 
 
 def pick_device(device: str) -> torch.device:
@@ -69,17 +69,21 @@ def features_of(
     poolings: Sequence[Pooling] | None = None,
     device: str = "auto",
     workers: int = 0,
+    cached: bool = True,
     keep_pixels: bool = True,
 ) -> Features:
     """Deterministic, unmasked features of every readable image, in the source's order. Centre crop, no augmentation.
 
-    keep_pixels: decode the images into the pixel cache first, which pays when they are passed over again.
+    cached: kept on disk and read from there as used; otherwise in memory. keep_pixels: decode the images into the pixel
+    cache first, which pays when they are passed over again.
     """
     pick_device(device)  # a mistake is told even when nothing has to be computed
     chosen = choose_layers(layers, count=len(encoder.widths))
     wanted: list[Key] = [(layer, pooling) for layer in chosen for pooling in usable_poolings(encoder, poolings)]
-    folder = cache_dir() / "features" / f"{encoder.fingerprint}-{source.fingerprint}"
     how = {"device": device, "workers": workers, "keep_pixels": keep_pixels}
+    if not cached:
+        return compute_in_memory(encoder, source, wanted, **how)
+    folder = cache_dir() / "features" / f"{encoder.fingerprint}-{source.fingerprint}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder / ".lock", working_on=folder):
@@ -88,7 +92,7 @@ def features_of(
             missing = [key for key in wanted if not {IDS, file_name(key)} <= good]
             if missing:
                 compute(encoder, source, missing, folder, **how)
-            return read(folder, wanted)
+            return read(folder, wanted, source)
     except OSError as error:
         reason = error.strerror or error
         warnings.warn(f"Features cannot be kept in {folder} ({reason}); they are held in memory.", stacklevel=2)
@@ -135,9 +139,13 @@ def file_crc(path: Path) -> int:
     return value
 
 
-def read(folder: Path, wanted: Sequence[Key]) -> Features:
+def read(folder: Path, wanted: Sequence[Key], source: Source) -> Features:
     sets = {key: np.load(folder / file_name(key), mmap_mode="r") for key in wanted}
-    return Features(sets, np.load(folder / IDS))
+    ids = np.load(folder / IDS)
+    # The cache knows which images are missing, but only a pass over the images knows why.
+    known = dict(source.skipped)
+    missing = (source.name(int(index)) for index in np.setdiff1d(np.arange(len(source)), ids))
+    return Features(sets, ids, tuple((name, known.get(name, "it could not be read")) for name in missing))
 
 
 def compute(encoder: Encoder, source: Source, wanted: Sequence[Key], folder: Path, **how: Any) -> None:
@@ -169,7 +177,7 @@ def new_table(path: Path, rows: int, width: int) -> np.memmap:
 def compute_in_memory(encoder: Encoder, source: Source, wanted: Sequence[Key], **how: Any) -> Features:
     tables = {key: np.empty((len(source), encoder.widths[key[0]]), np.float32) for key in wanted}
     ids = fill(encoder, source, tables, **how)
-    return Features({key: table[: len(ids)] for key, table in tables.items()}, ids)
+    return Features({key: table[: len(ids)] for key, table in tables.items()}, ids, tuple(source.skipped))
 
 
 def fill(
@@ -191,7 +199,7 @@ def fill(
     ids: list[np.ndarray] = []
     stream = batches(encoder, source, device=device, workers=workers, ids=ids, keep_pixels=keep_pixels)
     done = 0
-    for found in extract_batches(encoder.model, stream, layers=layers, poolings=poolings):
+    for found in extract_batches(encoder.model, stream, layers=layers, poolings=poolings, forward=encoder.forward):
         rows = len(next(iter(found.values())))
         for key, table in tables.items():
             table[done : done + rows] = found[key].numpy(force=True)
@@ -212,24 +220,19 @@ def batches(
     ids: list[np.ndarray] | None = None,
     keep_pixels: bool = True,
 ) -> Iterator[Tensor]:
-    """Normalised images on the device, with the model there too; the ids of each batch are appended to `ids`."""
+    """Prepared images on the device, with the model there too; the ids of each batch are appended to `ids`."""
     where = pick_device(device)
     encoder.model.to(where)
     loader = Loader(
         source,
         image_size=encoder.image_size,
-        batch_size=BATCH_ON_CORES if where.type == "cpu" else BATCH,
+        batch_size=encoder.batch_size_on_cores if where.type == "cpu" else encoder.batch_size,
         augment=Augment(kind="centre"),
         workers=workers,
         build_cache=keep_pixels,
     )
     bar = tqdm(loader, total=loader.num_batches, desc=encoder.name, leave=False, disable=not sys.stderr.isatty())
     for batch in bar:
-        if batch.images.shape[1] != encoder.channels:
-            raise UserError(
-                f"{encoder.name} takes images of {encoder.channels} channels and the data has {batch.images.shape[1]}; "
-                "convert the images or train a model for them."
-            )
         if ids is not None:
             ids.append(batch.ids.numpy())
-        yield normalise(batch.images.to(where), encoder.mean, encoder.std)
+        yield encoder.prepare(batch.images.to(where), batch.ids)
