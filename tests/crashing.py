@@ -292,17 +292,28 @@ def damage_file(path: Path, rng: random.Random) -> str:
     return f"{path.name} {kind}"
 
 
+def restoring(path: Path) -> Undo:
+    """For a run that has nothing else left to go on from."""
+    before = path.read_bytes()
+    return lambda: path.write_bytes(before) and None
+
+
 def damage_checkpoint(training: Training) -> Undo:
     newest = checkpoint.checkpoints(training.run / "checkpoints")[-1:]
-    if newest:
-        training.notes.append(damage_file(training.rng.choice(sorted(newest[0].iterdir())), training.rng))
-    return None
+    files = [path for path in sorted(newest[0].iterdir()) if path.stat().st_size] if newest else []
+    if not files:
+        return None
+    path = training.rng.choice(files)
+    undo = restoring(path)
+    training.notes.append(damage_file(path, training.rng))
+    return undo
 
 
 def edit_state(training: Training) -> Undo:
     newest = checkpoint.checkpoints(training.run / "checkpoints")[-1:]
     if newest and (newest[0] / "state.json").is_file():
         path = newest[0] / "state.json"
+        undo = restoring(path)
         try:
             state = json.loads(path.read_text())
         except ValueError:
@@ -311,6 +322,7 @@ def edit_state(training: Training) -> Undo:
         state[name] = training.rng.choice([None, 5, "text", {}, [1]])
         path.write_text(json.dumps(state))
         training.notes.append(f"{name} edited")
+        return undo
     return None
 
 
@@ -321,11 +333,10 @@ def damage_run_file(training: Training) -> Undo:
     if not present:
         return None
     path = training.rng.choice(present)
-    before = path.read_bytes()
-    if not before:
-        return None
-    training.notes.append(damage_file(path, training.rng))
-    return lambda: path.write_bytes(before) and None
+    undo = restoring(path)
+    if path.stat().st_size:
+        training.notes.append(damage_file(path, training.rng))
+    return undo
 
 
 def damage_data(training: Training) -> Undo:
