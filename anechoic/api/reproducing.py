@@ -60,7 +60,7 @@ def sweep(
 
     check_counts(seeds, jobs)
     if bool(train) != bool(test):
-        raise UserError("Judging needs labelled images to fit and others to classify: give both --train and --test.")
+        raise UserError("Evaluation needs labelled images to fit and others to classify: give both --train and --test.")
     grid = {}
     for name, *values in vary:
         if name == "seed":

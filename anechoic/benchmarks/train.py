@@ -208,7 +208,7 @@ def against_peer(work: Work, *, rounds: int, unfused: bool = False) -> dict[str,
 
 
 def decayed_against_residual(work: Work, *, pairs: int, unfused: bool = False) -> dict[str, Any]:
-    """The network with fading shortcuts beside the same one with plain shortcuts; low and high are the 95 % interval
+    """The network with decayed shortcuts beside the same one with plain shortcuts; low and high are the 95 % interval
     of the median ratio, not the range."""
     processes, threads = arrangements(work.batch)[-1]
     entries = {

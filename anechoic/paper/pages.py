@@ -402,7 +402,7 @@ def pictures_body(grid: Grid, records: Records, out: Path) -> list[str]:
 
 
 def draw_kept(pictures: dict, kind: str, path: Path, title: str) -> Path:
-    from anechoic.paper.judging import unpacked
+    from anechoic.paper.evaluation import unpacked
 
     kept = pictures[kind]
     if kind == "map":

@@ -1,8 +1,8 @@
-"""The paper's tables and figures at pocket scale, and the map of when fading shortcuts pay: variants for two cores.
+"""The paper's tables and figures at pocket scale, and the map of when decayed shortcuts pay: variants for two cores.
 
 The protocol, fixed before the grid was run: CIFAR-100 at 32 pixels in patches of 8, the paper's random resized crops
 and flips, mask ratio 0.75, normalised pixels, AdamW with the paper's betas and weight decay, 5 % warm-up and a cosine,
-batch 128. Judged on frozen features: a weighted 20-NN vote (on the features as they are, and standardised) and a
+batch 128. Evaluated on frozen features: a weighted 20-NN vote (on the features as they are, and standardised) and a
 converged logistic regression, fitted to 5,000 training images and tested on 3,000 test images. Three seeds. Nothing is
 chosen on test labels: settings come from the paper and from the time there is.
 """
@@ -192,7 +192,7 @@ FIG5 = Grid(
 BLOCKS = Grid(
     name="blocks",
     title="The map: accuracy after every block",
-    claim="Fading shortcuts let features become abstract with depth.",
+    claim="Decayed shortcuts let features become abstract with depth.",
     group="mae",
     rows=[row for row in TABLE2.rows if row.variant in ("alpha1", "alpha0.8", "alpha0.6")],
     metrics=PROBES,
