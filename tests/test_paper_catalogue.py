@@ -14,7 +14,7 @@ from anechoic.paper.pages import baseline_of
 from anechoic.paper.sweep import Folders, vary
 from anechoic.paper.trial import EvalPlan, is_file
 from anechoic.recipes import recipe
-from anechoic.runtime.run import write_json
+from anechoic.runtime.files import write_json
 from anechoic.train.build import check
 
 POCKET_GRIDS = {grid.name: grid for grid in catalogue.choose("all", "pocket")}

@@ -175,7 +175,7 @@ def verified(path: Path, runs: Path, root: Path) -> Outcome:
 
     from anechoic.paper.trial import run_trial, trial_from_json
     from anechoic.paper.verify import compare, verdict_text
-    from anechoic.runtime.run import read_json
+    from anechoic.runtime.files import read_json
 
     record = read_json(path)
     trial = trial_from_json(record)

@@ -121,8 +121,9 @@ def choose_layers(layers: Sequence[int] | Literal["all"], *, count: int) -> list
 def with_output(stream: list[Tensor], output: object) -> list[Tensor]:
     """The stream, and what the model hands out if that is the last layer's tokens behind a norm."""
     last = stream[-1]
-    normed = isinstance(output, Tensor) and output.shape == last.shape and not torch.equal(output, last)
-    return [*stream, output.detach()] if normed else stream  # type: ignore[attr-defined]
+    if isinstance(output, Tensor) and output.shape == last.shape and not torch.equal(output, last):
+        return [*stream, output.detach()]
+    return stream
 
 
 @torch.inference_mode()

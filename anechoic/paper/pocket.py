@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from anechoic.config import (
     Config,
@@ -26,6 +26,7 @@ from anechoic.config import (
 from anechoic.paper.grids import Grid, Row, Variant
 from anechoic.paper.trial import EvalPlan
 from anechoic.recipes import recipe
+from anechoic.shortcut import Form
 
 SEEDS = (0, 1, 2)
 ALPHAS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
@@ -48,13 +49,13 @@ MODEL: dict[str, Any] = {
 
 
 def mae(
-    alpha_min: float | str = 1.0,
+    alpha_min: float | Literal["auto"] = 1.0,
     *,
     samples: int = SAMPLES,
     batch: int = 128,
     lr: float = 1e-3,
     source: str = TRAIN,
-    form: str = "identity",
+    form: Form = "identity",
     schedule: str = "linear",
     anneal: float = 0.0,
     constant_lr: bool = False,
@@ -76,7 +77,7 @@ def mae(
             workers=0,
         ),
         model=ModelConfig("mae_tiny_patch4", {**MODEL, **options}),
-        shortcut=ShortcutConfig(alpha_min=alpha_min, form=form, schedule=schedule, anneal=anneal),  # type: ignore[arg-type]
+        shortcut=ShortcutConfig(alpha_min=alpha_min, form=form, schedule=schedule, anneal=anneal),
         optim=OptimConfig(batch_size=batch, samples=samples, lr=lr, schedule="constant" if constant_lr else "cosine"),
         monitor=MonitorConfig(every=max(samples // 5, batch), report=max(samples // 40, batch)),
         save=SaveConfig(

@@ -25,7 +25,7 @@ from anechoic.config import Config, from_json, settings, to_json
 from anechoic.errors import UserError
 from anechoic.paper.trial import EvalPlan, Trial, clean, finished, last_seen, trial_from_json
 from anechoic.runtime.children import Children
-from anechoic.runtime.run import read_json, write_json
+from anechoic.runtime.files import read_json, write_json
 
 ATTEMPTS = 2
 POLL = 0.2
