@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install test lint demo fuzz clean
+.PHONY: install test quick lint demo fuzz clean
 
 install: $(VENV)/everything
 
