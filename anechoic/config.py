@@ -141,6 +141,8 @@ class ObjectiveConfig(Section):
 
 @dataclass(frozen=True)
 class OptimConfig(Section):
+    algorithm: Literal["adamw", "muon"] = "adamw"
+    """what moves the weights; muon: the matrices of blocks and skips by orthogonalised momentum, the rest by AdamW"""
     batch_size: Count = 1024
     """samples per update, over all processes and accumulated parts"""
     epochs: Positive | None = None
@@ -161,6 +163,8 @@ class OptimConfig(Section):
     """of AdamW"""
     eps: NotNegative = 1e-8
     """of AdamW"""
+    momentum: Share = 0.95
+    """of Muon (Nesterov)"""
     weight_decay: NotNegative = 0.05
     """decoupled weight decay"""
     decayed: Literal["matrices", "all"] = "matrices"

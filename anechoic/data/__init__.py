@@ -14,6 +14,7 @@ from anechoic.data.augment import Augment, normalise
 from anechoic.data.cache import cache_dir
 from anechoic.data.decoding import Undecodable, decode
 from anechoic.data.embedded import Scenes, open_digits, open_scenes
+from anechoic.data.emoji import open_emoji
 from anechoic.data.files import open_folder, open_list, open_paths
 from anechoic.data.loader import Batch, Loader
 from anechoic.data.source import IMAGE_SUFFIXES, BadImage, Source, Subset, common_labels
@@ -37,7 +38,7 @@ __all__ = [
     "open_source",
 ]
 
-EMBEDDED = ("digits", "scenes")
+EMBEDDED = ("digits", "scenes", "emoji")
 FILE_READERS = {
     ".zip": open_zip,
     ".tar": open_tar,
@@ -55,8 +56,8 @@ def open_source(
 ) -> Source:
     """The images behind a name or path.
 
-    `digits`, `scenes` (each with `:train` or `:test`, scenes also with `:NUMBER`); a folder, searched to any depth; a
-    text list; .zip, .tar, shards-{000..127}.tar; .parquet or a folder of them; .npz, .npy; `hf:NAME[:split]`; an image.
+    `digits`, `scenes`, `emoji` (each with `:train` or `:test`, scenes also with `:NUMBER`, emoji with `:style=NAME` and
+    `:label=thing`); a folder, searched to any depth; a text list; .zip, .tar, shards-{000..127}.tar; .parquet or a folder of them; .npz, .npy; `hf:NAME[:split]`; an image.
     channels: 3 RGB, 1 grey, 4 with alpha, any number for arrays. size and seed are for scenes only.
     """
     if isinstance(source, Source):
@@ -67,6 +68,8 @@ def open_source(
         return open_digits(rest, labels=labels, channels=channels)
     if name == "scenes":
         return open_scenes(rest, labels=labels, channels=channels, size=size, seed=seed)
+    if name == "emoji":
+        return open_emoji(rest, labels=labels, channels=channels)
     if name == "hf":
         return open_hub(text.removeprefix("hf:"), labels=labels, channels=channels)
     path = Path(text).expanduser()
@@ -112,4 +115,4 @@ def _hint(text: str, path: Path) -> str:
     siblings = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
     if near := difflib.get_close_matches(path.name, siblings, n=1):
         return f"did you mean {str(path.parent / near[0])!r}?"
-    return "give an existing folder or file, or one of digits and scenes."
+    return "give an existing folder or file, or one of digits, scenes and emoji."

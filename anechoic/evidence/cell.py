@@ -22,7 +22,7 @@ from anechoic.outcome import SCHEMA, commit, machine
 from anechoic.run import read_json, read_metrics, write_json
 
 # Sources that are no files, such as digits:train: they are the same on every machine.
-EMBEDDED = ("digits", "scenes", "hf")
+EMBEDDED = ("digits", "scenes", "emoji", "hf")
 # Of the looks at held-out samples during training, what a record keeps.
 WATCHED = (
     "held_out_loss",
