@@ -20,8 +20,8 @@ _HOME = {
     "decay": "surgery",
     "fold": "surgery",
     "build_model": "models",
-    "load": "checkpoint",
-    "effective_rank": "analysis",
+    "load": "runtime.checkpoint",
+    "effective_rank": "evals.analysis",
 }
 
 

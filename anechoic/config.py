@@ -84,7 +84,7 @@ class Section:
 @dataclass(frozen=True)
 class DataConfig(Section):
     source: str = ""
-    """where the images are: digits, scenes, a folder, list, zip, tar, parquet, npz, or hf:NAME"""
+    """where the images are: digits, scenes, emoji, a folder, list, zip, tar, parquet, npz, or hf:NAME"""
     image_size: Count = 224
     """side of the square images given to the model"""
     channels: Count = 3
@@ -102,7 +102,7 @@ class DataConfig(Section):
     labels: bool = False
     """read labels: never in pre-training"""
     holdout: Whole | None = None
-    """samples never trained on, for watching (default: one in a hundred, at most 1024)"""
+    """samples never trained on, for validation (default: one in a hundred, at most 1024)"""
     workers: Whole | None = None
     """processes that decode images (default: none on a processor with few cores)"""
     size: Count | None = None
@@ -127,7 +127,7 @@ class ShortcutConfig(Section):
     """how alpha falls from 1 to alpha_min over the branches; stopped is linear until 0.4 of the input is left"""
     form: Literal["identity", "branch", "both", "attention", "mlp", "learnable", "plain"] = "identity"
     """what is scaled where two branches meet; identity is the method, the others its ablations"""
-    fade_in: Share = 0.0
+    anneal: Share = 0.0
     """share of the training over which alpha falls from 1 to its value; 0 has it there from the start"""
 
 
@@ -188,9 +188,9 @@ class OptimConfig(Section):
 
 
 @dataclass(frozen=True)
-class WatchConfig(Section):
+class MonitorConfig(Section):
     every: Count | None = None
-    """samples between two looks at the held-out part (default: twenty looks, at least ten updates apart)"""
+    """samples between two validations on the held-out part (default: twenty, at least ten updates apart)"""
     knn: Whole = 0
     """training samples that vote in a k-NN test of the held-out ones, if the data has labels; 0 makes none"""
     report: Count | None = None
@@ -218,7 +218,7 @@ class Config(Section):
     shortcut: ShortcutConfig = field(default_factory=ShortcutConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    watch: WatchConfig = field(default_factory=WatchConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
     init_from: str = ""
     """a run, model or checkpoint directory whose weights this run starts from"""
@@ -234,7 +234,7 @@ class Config(Section):
     """compile the model with torch.compile"""
     recompute: bool = False
     """keep only each block's input for the backward pass and compute the rest again: less memory, more time"""
-    plain: bool = False
+    unfused: bool = False
     """compute every block module by module, never fused: slower, for comparison"""
 
     def __post_init__(self) -> None:
@@ -356,7 +356,15 @@ def to_json(config: Section) -> dict[str, Any]:
     return plain
 
 
+# Settings that had another name in earlier versions: their runs and records go on.
+RENAMED = {"watch": "monitor", "plain": "unfused"}
+RENAMED_SHORTCUT = {"fade_in": "anneal"}
+
+
 def from_json(values: Mapping[str, Any]) -> Config:
+    values = {RENAMED.get(name, name): value for name, value in values.items()}
+    if isinstance(values.get("shortcut"), Mapping):
+        values["shortcut"] = {RENAMED_SHORTCUT.get(name, name): value for name, value in values["shortcut"].items()}
     return from_mapping(Config, values)
 
 
@@ -431,10 +439,10 @@ def resolve(config: Config, *, size: int, fingerprint: str, accelerators: int, c
             samples=samples,
             lr=optim.base_lr * optim.batch_size / 256 if optim.lr is None else optim.lr,
         ),
-        watch=replace(
-            config.watch,
-            every=config.watch.every or max(10 * optim.batch_size, samples // 20),
-            report=config.watch.report or max(optim.batch_size, samples // 200),
+        monitor=replace(
+            config.monitor,
+            every=config.monitor.every or max(10 * optim.batch_size, samples // 20),
+            report=config.monitor.report or max(optim.batch_size, samples // 200),
         ),
         save=replace(config.save, every=config.save.every or max(10 * optim.batch_size, samples // 20)),
         devices=devices,

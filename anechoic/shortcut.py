@@ -160,7 +160,7 @@ class Shortcut(nn.Module):
         return f"{self.kind}, alpha={alpha:.4f}" + (f", beta={beta:.4f}" if beta != 1 else "")
 
 
-class FadeIn:
+class Annealing:
     """Lets every alpha fall from 1 to its own value over the first part of training, a little at each update.
 
     A function of progress alone, so that a run that goes on fades as if it had not been stopped. (Not in the paper.)
@@ -171,10 +171,10 @@ class FadeIn:
         self.ends = [(shortcut, shortcut.factors[0]) for shortcut in shortcuts]
         self.share = share
         if any(shortcut.learnable for shortcut, _ in self.ends):
-            raise UserError("A learnable alpha finds its own way: leave shortcut.fade_in at 0 with the form learnable.")
+            raise UserError("A learnable alpha finds its own way: leave shortcut.anneal at 0 with the form learnable.")
 
     @classmethod
-    def of(cls, model: nn.Module, *, share: float) -> FadeIn:
+    def of(cls, model: nn.Module, *, share: float) -> Annealing:
         return cls((module for module in model.modules() if isinstance(module, Shortcut)), share=share)
 
     def set(self, progress: float) -> None:

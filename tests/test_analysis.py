@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from scipy.stats import pearsonr
 from sklearn.metrics import silhouette_score
 
-from anechoic import analysis
-from anechoic.analysis import effective_rank, linear_cka, mean_cosine, pearson
 from anechoic.errors import UserError
+from anechoic.evals import analysis
+from anechoic.evals.analysis import effective_rank, linear_cka, mean_cosine, pearson
 
 
 def centred_with_spectrum(energies, n, centre, seed=0):

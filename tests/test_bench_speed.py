@@ -16,8 +16,8 @@ from anechoic.benchmarks import embed, growth, sample
 from anechoic.benchmarks.memory import peak_memory_mb
 from anechoic.benchmarks.timing import Timing, interleave, row_without_peer, table
 from anechoic.data import Augment, Loader, normalise, open_source
-from anechoic.figures import draw_growth
 from anechoic.models import build_model
+from anechoic.report.figures import draw_growth
 
 KEYS = {"work", "ours", "peer", "ratio", "low", "high", "fraction_of_gemm", "memory_mb"}
 TINY = {"dim": 24, "depth": 2, "num_heads": 2}

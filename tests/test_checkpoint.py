@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import anechoic
-from anechoic import checkpoint
 from anechoic.errors import UserError
 from anechoic.models import build_model
-from anechoic.optim import parameter_groups
+from anechoic.runtime import checkpoint
+from anechoic.train.optim import parameter_groups
 
 PREPROCESS = {"mean": [0.5], "std": [0.25], "image_size": 16, "channels": 1}
 SIZES = {"image_size": 16, "in_channels": 1, "dim": 24, "depth": 2, "num_heads": 2}
@@ -117,7 +117,7 @@ REFUSED = """
 import resource, sys
 import torch
 from pathlib import Path
-from anechoic import checkpoint
+from anechoic.runtime import checkpoint
 folder = Path(sys.argv[1])
 tensors = {"model": {"w": torch.zeros(1000)}}
 checkpoint.save(folder, seen=1, tensors=tensors, card={}, state={})

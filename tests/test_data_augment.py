@@ -13,8 +13,8 @@ from PIL import Image
 
 from anechoic.data import Augment, normalise
 from anechoic.data.augment import crop_boxes, resize
-from anechoic.draws import Draws
 from anechoic.errors import UserError
+from anechoic.rng import Draws
 
 RATIO = (3 / 4, 4 / 3)
 

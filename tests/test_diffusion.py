@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anechoic.diffusion import PROCESSES, ContinuousVP, DiscreteLatent, LinearFlow, Process, process_named
-from anechoic.draws import Draws
+from anechoic.diffusion.process import PROCESSES, ContinuousVP, DiscreteLatent, LinearFlow, Process, process_named
 from anechoic.errors import UserError
+from anechoic.rng import Draws
 
 ALL = list(PROCESSES.values())
 

@@ -9,13 +9,22 @@ import torch
 from test_engine import BATCH, tiny_config, train_records
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from anechoic.assembly import make_model, preparation
 from anechoic.data import Augment, Loader, Subset, open_source
-from anechoic.distributed import Place, average_gradients, from_first, join, launch, parallel, total, without_averaging
-from anechoic.engine import Task, fit, split
 from anechoic.errors import UserError
-from anechoic.objectives import make_objective
-from anechoic.watch import split_indices
+from anechoic.runtime.distributed import (
+    World,
+    average_gradients,
+    from_first,
+    join,
+    launch,
+    parallel,
+    total,
+    without_averaging,
+)
+from anechoic.train.build import make_model, preparation
+from anechoic.train.engine import Task, fit, split
+from anechoic.train.monitor import split_indices
+from anechoic.train.objectives import make_objective
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -28,7 +37,7 @@ def gradients(accumulate):
         data=replace(config.data, mean=(0.5,), std=(0.5,)),
         model=replace(config.model, options={**config.model.options, "zero_init": False}),
     )
-    with join() as place:
+    with join() as world:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         model = make_model(config)
@@ -42,11 +51,11 @@ def gradients(accumulate):
             shuffle=True,
             drop_last=True,
             start=40 * BATCH,
-            rank=place.rank,
-            world_size=place.world_size,
+            rank=world.rank,
+            world_size=world.size,
         )
-        task = parallel(place, Task(model, make_objective("masked_reconstruction"), seed=7))
-        prepare = preparation(config, place.device)
+        task = parallel(world, Task(model, make_objective("masked_reconstruction"), seed=7))
+        prepare = preparation(config, world.device)
         batch = next(iter(loader))
         losses = []
         parts = split(batch, accumulate)
@@ -56,10 +65,10 @@ def gradients(accumulate):
                 loss.backward()
             losses.append(loss.detach())
         average_gradients(task)
-        loss = total(place, torch.stack(losses).sum() / place.world_size).item()
-        seen = torch.zeros(place.world_size, BATCH // place.world_size, dtype=torch.int64)
-        seen[place.rank] = batch.ids
-        seen = total(place, seen).flatten().tolist()
+        loss = total(world, torch.stack(losses).sum() / world.size).item()
+        seen = torch.zeros(world.size, BATCH // world.size, dtype=torch.int64)
+        seen[world.rank] = batch.ids
+        seen = total(world, seen).flatten().tolist()
         return loss, seen, {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
@@ -90,7 +99,7 @@ def test_under_torchrun(tmp_path):
     script.write_text(
         "import sys\n"
         f"sys.path.insert(0, {str(__file__).rsplit('/', 1)[0]!r})\n"
-        "from anechoic.engine import fit\n"
+        "from anechoic.train.engine import fit\n"
         "from test_engine import tiny_config\n"
         "fit(tiny_config(steps=4), sys.argv[1])\n"
     )
@@ -103,8 +112,8 @@ def test_under_torchrun(tmp_path):
 
 
 def fail_in_the_first():
-    with join() as place:
-        from_first(place, refuse)
+    with join() as world:
+        from_first(world, refuse)
 
 
 def refuse():
@@ -112,10 +121,10 @@ def refuse():
 
 
 def crash():
-    with join() as place:
-        if place.rank == 1:
+    with join() as world:
+        if world.rank == 1:
             raise RuntimeError("a defect in one process")
-        total(place, torch.zeros(1))
+        total(world, torch.zeros(1))
 
 
 def test_a_mistake_found_by_the_first_process_is_one_sentence():
@@ -130,11 +139,11 @@ def test_a_crash_of_one_process_ends_all():
 
 
 def test_one_process_needs_no_group():
-    place = Place(0, 1, torch.device("cpu"))
+    world = World(0, 1, torch.device("cpu"))
     module = torch.nn.Linear(2, 2)
-    assert parallel(place, module) is module
-    assert from_first(place, lambda: 5) == 5
-    assert total(place, torch.ones(3)).tolist() == [1, 1, 1]
+    assert parallel(world, module) is module
+    assert from_first(world, lambda: 5) == 5
+    assert total(world, torch.ones(3)).tolist() == [1, 1, 1]
 
 
 def test_devices_must_divide_the_batch(tmp_path):

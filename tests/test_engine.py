@@ -15,25 +15,26 @@ import pytest
 import torch
 
 import anechoic
-from anechoic import checkpoint, engine
 from anechoic.config import (
     Config,
     DataConfig,
     ModelConfig,
+    MonitorConfig,
     ObjectiveConfig,
     OptimConfig,
     SaveConfig,
     ShortcutConfig,
-    WatchConfig,
 )
 from anechoic.data import open_source
 from anechoic.data.loader import permutation
-from anechoic.draws import Draws
-from anechoic.engine import DivergedError, due, fit
 from anechoic.errors import UserError
 from anechoic.models import build_model
-from anechoic.run import read_json, read_metrics
-from anechoic.watch import split_indices
+from anechoic.rng import Draws
+from anechoic.runtime import checkpoint
+from anechoic.runtime.run import read_json, read_metrics
+from anechoic.train import engine
+from anechoic.train.engine import DivergedError, due, fit
+from anechoic.train.monitor import split_indices
 
 MODEL = {
     "patch_size": 2,
@@ -54,7 +55,7 @@ def tiny_config(*, steps=30, **changes):
         model=ModelConfig("mae_tiny_patch4", MODEL),
         shortcut=ShortcutConfig(alpha_min=0.6),
         optim=OptimConfig(batch_size=BATCH, samples=steps * BATCH, lr=2e-3, warmup=0.1),
-        watch=WatchConfig(every=10 * BATCH, report=BATCH),
+        monitor=MonitorConfig(every=10 * BATCH, report=BATCH),
         save=SaveConfig(every=10 * BATCH),
         seed=7,
         threads=1,
@@ -151,9 +152,9 @@ def test_the_run_directory(tmp_path):
 
 def test_watching(tmp_path):
     """Looks at the start, on the way and at the end; a number per layer and per shortcut; the same when repeated."""
-    config = tiny_config(steps=20, watch=WatchConfig(every=10 * BATCH, report=10 * BATCH, knn=200))
+    config = tiny_config(steps=20, monitor=MonitorConfig(every=10 * BATCH, report=10 * BATCH, knn=200))
     fit(config, tmp_path)
-    looks = [record for record in read_metrics(tmp_path) if record["kind"] == "watch"]
+    looks = [record for record in read_metrics(tmp_path) if record["kind"] == "validation"]
     assert [look["seen"] for look in looks] == [0, 320, 640]
     for look in looks:
         assert len(look["rank_columns"]) == len(look["token_norm"]) == MODEL["depth"] + 1
@@ -210,8 +211,8 @@ def test_a_new_run_from_weights(tmp_path):
     fit(tiny_config(steps=5), tmp_path / "old")
     config = tiny_config(steps=1, init_from=str(tmp_path / "old"), optim=OptimConfig(batch_size=BATCH, samples=BATCH))
     fit(config, tmp_path / "new")
-    old = [record for record in read_metrics(tmp_path / "old") if record["kind"] == "watch"]
-    new = [record for record in read_metrics(tmp_path / "new") if record["kind"] == "watch"]
+    old = [record for record in read_metrics(tmp_path / "old") if record["kind"] == "validation"]
+    new = [record for record in read_metrics(tmp_path / "new") if record["kind"] == "validation"]
     assert new[0]["held_out_loss"] == old[-1]["held_out_loss"]
 
 
@@ -223,7 +224,7 @@ def test_supervised_training_reads_labels(tmp_path):
         ),
         objective=ObjectiveConfig("supervised", {"label_smoothing": 0.1}),
         optim=OptimConfig(batch_size=BATCH, samples=100 * BATCH, lr=3e-3),
-        watch=WatchConfig(every=100 * BATCH),
+        monitor=MonitorConfig(every=100 * BATCH),
         threads=1,
     )
     metrics = fit(config, tmp_path)["metrics"]
@@ -262,15 +263,15 @@ def test_settings_of_the_process_are_put_back(tmp_path):
 
 
 def test_alphas_that_fade_in_are_not_compiled(tmp_path):
-    config = tiny_config(compile=True, shortcut=ShortcutConfig(alpha_min=0.6, fade_in=0.5))
+    config = tiny_config(compile=True, shortcut=ShortcutConfig(alpha_min=0.6, anneal=0.5))
     with pytest.raises(UserError, match="cannot fade in"):
         fit(config, tmp_path / "run")
 
 
 def test_the_garbage_collector_looks_through_everything_again_after_a_run(tmp_path, monkeypatch):
     frozen = []
-    settle = engine.settle_garbage
-    monkeypatch.setattr(engine, "settle_garbage", lambda: (settle(), frozen.append(gc.get_freeze_count())))
+    settle = engine.freeze_garbage
+    monkeypatch.setattr(engine, "freeze_garbage", lambda: (settle(), frozen.append(gc.get_freeze_count())))
     fit(tiny_config(), tmp_path / "run")
     assert len(frozen) == 1
     assert frozen[0] > 0
@@ -298,14 +299,14 @@ def test_no_data_is_a_mistake(tmp_path):
 
 def test_tensorboard_files_on_demand(tmp_path):
     pytest.importorskip("tensorboard")
-    fit(tiny_config(steps=2, watch=WatchConfig(every=BATCH, report=BATCH, tensorboard=True)), tmp_path)
+    fit(tiny_config(steps=2, monitor=MonitorConfig(every=BATCH, report=BATCH, tensorboard=True)), tmp_path)
     assert list((tmp_path / "tensorboard").glob("events.*"))
 
 
 def test_tensorboard_without_its_package_is_a_mistake(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(UserError, match=r"anechoic\[tensorboard\]"):
-        fit(tiny_config(steps=2, watch=WatchConfig(tensorboard=True)), tmp_path)
+        fit(tiny_config(steps=2, monitor=MonitorConfig(tensorboard=True)), tmp_path)
 
 
 def test_progress_on_a_log(tmp_path, capsys):
@@ -343,7 +344,8 @@ sys.path.insert(0, sys.argv[3])
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from anechoic import checkpoint, engine
+from anechoic.runtime import checkpoint
+from anechoic.train import engine
 from test_engine import BATCH, tiny_config
 from anechoic.config import SaveConfig
 

@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 
 from anechoic import build_model
 from anechoic.api.shipping import check_images
-from anechoic.checkpoint import load, model_card, write_model
 from anechoic.errors import UserError
 from anechoic.exchange.exporting import TARGETS, encoder_of, export_model, largest_difference, with_final_norm
 from anechoic.exchange.importing import Choices, import_checkpoint
+from anechoic.runtime.checkpoint import load, model_card, write_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from anechoic import features
 from anechoic.errors import UserError
+from anechoic.evals import features
 from anechoic.models import build_model
 
 SMALL = {"image_size": 16, "dim": 24, "depth": 3, "num_heads": 2}

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from anechoic import figures
 from anechoic.errors import UserError
+from anechoic.report import figures
 
 rng = np.random.default_rng(0)
 IMAGES = rng.random((4, 8, 8, 3))

@@ -9,16 +9,16 @@ import pytest
 import torch
 from PIL import Image, ImageEnhance, ImageOps
 
-from anechoic import finetuning
-from anechoic.assembly import make_optimizer
-from anechoic.checkpoint import load, model_card, write_model
 from anechoic.cli import main
-from anechoic.draws import Draws
 from anechoic.errors import UserError
 from anechoic.models import build_model
-from anechoic.objectives import make_objective
 from anechoic.recipes import recipe
-from anechoic.watch import Samples
+from anechoic.rng import Draws
+from anechoic.runtime.checkpoint import load, model_card, write_model
+from anechoic.train import finetuning
+from anechoic.train.build import make_optimizer
+from anechoic.train.monitor import Samples
+from anechoic.train.objectives import make_objective
 
 
 def pixels(count=3, channels=3, side=20, seed=0):
@@ -220,8 +220,8 @@ def test_finetuning_end_to_end(pretrained, tmp_path, capsys):
 
 def test_the_encoder_s_weights_are_the_start(pretrained):
     from anechoic.api.transferring import finetune_config
-    from anechoic.assembly import make_model
-    from anechoic.checkpoint import start_from
+    from anechoic.runtime.checkpoint import start_from
+    from anechoic.train.build import make_model
 
     config = finetune_config(
         str(pretrained),
@@ -260,8 +260,8 @@ def test_mistakes_are_one_clear_sentence(pretrained, tmp_path, capsys):
 def test_supervised_control_reports_rank_over_depth_and_training(tmp_path):
     from dataclasses import replace
 
-    from anechoic.engine import fit
-    from anechoic.run import read_metrics
+    from anechoic.runtime.run import read_metrics
+    from anechoic.train.engine import fit
 
     for name, alpha_min in (("resnet18_cifar", 0.7), ("resnet18_cifar_residual", 1.0)):
         assert recipe(name).shortcut.alpha_min == alpha_min
@@ -273,7 +273,7 @@ def test_supervised_control_reports_rank_over_depth_and_training(tmp_path):
         optim=replace(config.optim, batch_size=32, epochs=1.0),
     )
     fit(config, tmp_path / "run")
-    looks = [record for record in read_metrics(tmp_path / "run") if record["kind"] == "watch"]
+    looks = [record for record in read_metrics(tmp_path / "run") if record["kind"] == "validation"]
     assert len(looks) >= 2
     assert all(len(look["rank_columns"]) == 11 for look in looks)
     assert all(np.isfinite(look["rank_columns"]).all() for look in looks)

@@ -26,9 +26,9 @@ def test_loss_and_gradients_are_those_of_the_plain_path(monkeypatch, options, qk
         monkeypatch.setattr(fused, "_onednn", None)
     model = make("mae", qkv_bias=qkv_bias, **options).train()
     images, noise = inputs(model)
-    choose_path(model, plain=True)
+    choose_path(model, unfused=True)
     plain, expected = loss_and_gradients(model, images, noise)
-    choose_path(model, plain=False)
+    choose_path(model, unfused=False)
     calls = count_calls(monkeypatch)
     loss, gradients = loss_and_gradients(model, images, noise)
     assert len(calls) == model.config.depth + model.config.decoder_depth
@@ -39,12 +39,12 @@ def test_loss_and_gradients_are_those_of_the_plain_path(monkeypatch, options, qk
 
 
 def test_recomputing_gives_the_very_same_gradients():
-    for plain in (True, False):
+    for unfused in (True, False):
         model = make("mae", alpha_min=0.6).train()
         images, noise = inputs(model)
-        choose_path(model, plain=plain)
+        choose_path(model, unfused=unfused)
         loss, expected = loss_and_gradients(model, images, noise)
-        choose_path(model, plain=plain, recompute=True)
+        choose_path(model, unfused=unfused, recompute=True)
         again, gradients = loss_and_gradients(model, images, noise)
         assert torch.equal(again, loss)
         assert all(torch.equal(gradients[name], value) for name, value in expected.items())

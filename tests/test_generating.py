@@ -15,20 +15,20 @@ from safetensors.torch import load_file
 
 import anechoic
 from anechoic.cli import main
-from anechoic.config import Config, OptimConfig, SaveConfig, WatchConfig
-from anechoic.diffusion import drop_labels
-from anechoic.draws import Draws
-from anechoic.engine import fit
+from anechoic.config import Config, MonitorConfig, OptimConfig, SaveConfig
+from anechoic.diffusion.generation import Request, generate, training_config
+from anechoic.diffusion.process import drop_labels
 from anechoic.errors import UserError
 from anechoic.evals.noisy_probe import NoisyProbe, Row, probe_noise
-from anechoic.generation import Request, generate, training_config
-from anechoic.objectives import make_objective
 from anechoic.recipes.diffusion import (
     RECIPES,
     pocket_sit_digits_cond,
     pocket_uvit_digits,
     pocket_uvit_digits_cond,
 )
+from anechoic.rng import Draws
+from anechoic.train.engine import fit
+from anechoic.train.objectives import make_objective
 
 TINY = {"dim": 16, "depth": 2, "num_heads": 2}
 
@@ -39,7 +39,7 @@ def tiny(config: Config, *, updates: int = 4) -> Config:
         config,
         model=replace(config.model, options={**config.model.options, **TINY}),
         optim=OptimConfig(batch_size=16, samples=16 * updates, lr=1e-3, ema=0.9),
-        watch=WatchConfig(every=16 * updates, report=16),
+        monitor=MonitorConfig(every=16 * updates, report=16),
         save=SaveConfig(every=32, keep_last=9),
         threads=1,
     )
@@ -200,7 +200,7 @@ def test_two_processes_make_the_same_images_as_one(runs: dict[str, Path]) -> Non
 
 
 def test_guidance_of_both_conventions_is_the_same_image(runs: dict[str, Path], tmp_path: Path) -> None:
-    from anechoic.checkpoint import model_card, write_model
+    from anechoic.runtime.checkpoint import model_card, write_model
 
     # After a few updates labels hardly matter yet; random weights make them.
     torch.manual_seed(0)
@@ -286,7 +286,7 @@ def test_sampling_mistakes_are_one_sentence(
 
 
 def test_other_networks_make_no_images(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    from anechoic.checkpoint import model_card, write_model
+    from anechoic.runtime.checkpoint import model_card, write_model
 
     vit = anechoic.build_model("vit_tiny_patch4", image_size=8, **TINY)
     write_model(tmp_path / "vit", vit.state_dict(), model_card(vit, {}))
@@ -346,7 +346,7 @@ def test_few_samples_are_noted_and_other_statistics_refused(tmp_path: Path, caps
 
 
 def test_any_encoder_of_ours_can_judge(runs: dict[str, Path], tmp_path: Path) -> None:
-    from anechoic.checkpoint import model_card, write_model
+    from anechoic.runtime.checkpoint import model_card, write_model
 
     torch.manual_seed(0)
     vit = anechoic.build_model("vit_tiny_patch4", image_size=8, in_channels=1, **TINY)

@@ -14,13 +14,13 @@ import pytest
 import torch
 from PIL import Image
 
-from anechoic.checkpoint import model_card, save, write_model
 from anechoic.cli import main
 from anechoic.data import open_source
 from anechoic.errors import UserError
 from anechoic.evals import bank, dynamics, labelled
 from anechoic.evals.encoders import baselines, open_encoder
 from anechoic.models import build_model
+from anechoic.runtime.checkpoint import model_card, save, write_model
 
 SMALL = {"dim": 24, "depth": 2, "num_heads": 2, "decoder_dim": 16, "decoder_depth": 2, "decoder_num_heads": 2}
 
@@ -269,8 +269,8 @@ def test_timm_models(tmp_path):
 def test_a_denoiser_is_probed_at_noise_levels(tmp_path):
     from dataclasses import replace
 
-    from anechoic.engine import fit
     from anechoic.recipes import recipe
+    from anechoic.train.engine import fit
 
     config = recipe("pocket_uvit_digits")
     small = {"dim": 24, "depth": 2, "num_heads": 2}

@@ -12,16 +12,10 @@ import torch
 from PIL import Image
 
 import anechoic
-from anechoic.checkpoint import model_card, write_model
 from anechoic.cli import main
 from anechoic.config import to_json
 from anechoic.data import Array, normalise
-from anechoic.diffusion import process_named
-from anechoic.draws import Draws
-from anechoic.errors import UserError
-from anechoic.evals.noisy_probe import probe_noise
-from anechoic.generation import Request, generate
-from anechoic.latents import (
+from anechoic.data.latents import (
     DrawLatents,
     Latents,
     crop_square,
@@ -33,10 +27,16 @@ from anechoic.latents import (
     read_card,
     write_latents,
 )
-from anechoic.objectives import make_objective
+from anechoic.diffusion.generation import Request, generate
+from anechoic.diffusion.process import process_named
+from anechoic.diffusion.samplers import Guidance, sample_batch
+from anechoic.errors import UserError
+from anechoic.evals.noisy_probe import probe_noise
 from anechoic.recipes.diffusion import uvit_in100_latent_cond
-from anechoic.sampling import Guidance, sample_batch
-from anechoic.watch import Samples
+from anechoic.rng import Draws
+from anechoic.runtime.checkpoint import model_card, write_model
+from anechoic.train.monitor import Samples
+from anechoic.train.objectives import make_objective
 
 
 @pytest.fixture(scope="module")

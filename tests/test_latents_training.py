@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from anechoic.cli import main
-from anechoic.config import OptimConfig, WatchConfig
+from anechoic.config import MonitorConfig, OptimConfig
 from anechoic.data import Array, Loader
-from anechoic.draws import Draws
-from anechoic.engine import fit
-from anechoic.generation import Request, generate
-from anechoic.latents import DrawLatents, Latents, load_vae, read_card, write_latents
+from anechoic.data.latents import DrawLatents, Latents, load_vae, read_card, write_latents
+from anechoic.diffusion.generation import Request, generate
 from anechoic.recipes.diffusion import uvit_in100_latent_cond
+from anechoic.rng import Draws
+from anechoic.train.engine import fit
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_a_model_is_trained_on_latents_and_its_samples_are_decoded(
         data=replace(config.data, source=str(cache), image_size=8, holdout=8),
         model=replace(config.model, options=options),
         optim=OptimConfig(batch_size=16, samples=64, lr=1e-3, ema=0.9),
-        watch=WatchConfig(every=64, report=16),
+        monitor=MonitorConfig(every=64, report=16),
         threads=1,
     )
     results = fit(config, tmp_path / "run")

@@ -30,12 +30,12 @@ def test_masking_of_196_patches():
     masking = mask_by_noise(noise, 49)
     assert torch.equal(masking.mask.sum(dim=1), torch.full((5,), 147.0))
     # The 49 patches of smallest noise are kept, in the order of their noise.
-    assert torch.equal(masking.keep, noise.argsort(dim=1)[:, :49])
-    assert torch.equal(masking.mask.gather(1, masking.keep), torch.zeros(5, 49))
+    assert torch.equal(masking.ids_keep, noise.argsort(dim=1)[:, :49])
+    assert torch.equal(masking.mask.gather(1, masking.ids_keep), torch.zeros(5, 49))
     # Un-shuffling puts every kept token back where it came from and the filler everywhere else.
     values = torch.arange(196.0).expand(5, 196)
-    rows = torch.cat([torch.full((5, 1), -1.0), values.gather(1, masking.keep), torch.full((5, 1), -2.0)], dim=1)
-    restored = rows.gather(1, masking.place)
+    rows = torch.cat([torch.full((5, 1), -1.0), values.gather(1, masking.ids_keep), torch.full((5, 1), -2.0)], dim=1)
+    restored = rows.gather(1, masking.ids_restore)
     assert torch.equal(restored[:, 0], torch.full((5,), -1.0))
     assert torch.equal(restored[:, 1:], torch.where(masking.mask == 0, values, -2.0))
 
@@ -104,8 +104,8 @@ def test_embedding_only_visible_patches_equals_embedding_all():
     masking = mask_by_noise(noise, model.config.num_kept)
     encoder, patches = model.encoder, patchify(images, 4)
     whole = encoder.embed(patches, (4, 4))
-    part = encoder.embed(patches, (4, 4), masking.keep)
-    torch.testing.assert_close(part[:, 1:], whole[:, 1:].gather(1, masking.keep[..., None].expand(-1, -1, 48)))
+    part = encoder.embed(patches, (4, 4), masking.ids_keep)
+    torch.testing.assert_close(part[:, 1:], whole[:, 1:].gather(1, masking.ids_keep[..., None].expand(-1, -1, 48)))
     torch.testing.assert_close(part[:, 0], whole[:, 0])
 
 
@@ -115,10 +115,10 @@ def test_a_skip_layer_is_the_concatenation_it_stands_for():
     x, encoded = torch.randn(2, 17, 32), torch.randn(2, 5, 48)
     masking = mask_by_noise(torch.rand(2, 16), 4)
     filled = torch.cat([encoded, skip.mask_token.expand(2, -1, -1)], dim=1).gather(
-        1, masking.place[..., None].expand(-1, -1, 48)
+        1, masking.ids_restore[..., None].expand(-1, -1, 48)
     )
     expected = x + skip.fc2(F.silu(skip.fc1(torch.cat([filled, x], dim=-1))))
-    torch.testing.assert_close(skip(x, encoded, masking.place), expected)
+    torch.testing.assert_close(skip(x, encoded, masking.ids_restore), expected)
 
 
 def test_the_loss_is_the_mean_over_hidden_patches_of_normalised_pixels():

@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from anechoic.draws import Draws
 from anechoic.errors import UserError
 from anechoic.models import build_model
-from anechoic.objectives import OBJECTIVES, make_objective
-from anechoic.watch import Samples
+from anechoic.rng import Draws
+from anechoic.train.monitor import Samples
+from anechoic.train.objectives import OBJECTIVES, make_objective
 
 MAE = {
     "image_size": 16,

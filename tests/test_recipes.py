@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import anechoic
-from anechoic.assembly import check
 from anechoic.cli import main
 from anechoic.config import from_json, to_json
 from anechoic.errors import UserError
@@ -20,7 +19,8 @@ from anechoic.models import model_config
 from anechoic.recipes import recipe, table
 from anechoic.recipes.mae import RECIPES as MAE_RECIPES
 from anechoic.recipes.pretrain import choose_alpha_min, choose_batch, choose_image_size, choose_patch, pretrain_config
-from anechoic.run import read_json
+from anechoic.runtime.run import read_json
+from anechoic.train.build import check
 
 
 @pytest.mark.parametrize("name", table())

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from anechoic import checkpoint
-from anechoic.run import CLOCK_FIELDS, read_json, read_metrics
+from anechoic.runtime import checkpoint
+from anechoic.runtime.run import CLOCK_FIELDS, read_json, read_metrics
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -30,9 +30,9 @@ DENOISER = ("pocket_uvit_digits_cond", "--model.options", "dim=16", "depth=2", "
 SETTINGS = [
     *("--seed", "3"),
     *("--optim.batch-size", str(BATCH), "--optim.epochs", "None", "--optim.samples", str(STEPS * BATCH)),
-    *("--optim.ema", "0.99", "--threads", "1", "--watch.knn", "0"),
+    *("--optim.ema", "0.99", "--threads", "1", "--monitor.knn", "0"),
     # Reports, looks and checkpoints at points that do not coincide.
-    *("--watch.report", str(7 * BATCH), "--watch.every", str(50 * BATCH), "--save.every", str(12 * BATCH)),
+    *("--monitor.report", str(7 * BATCH), "--monitor.every", str(50 * BATCH), "--save.every", str(12 * BATCH)),
 ]
 
 

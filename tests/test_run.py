@@ -9,13 +9,13 @@ import time
 
 import pytest
 
-import anechoic.run
+import anechoic.runtime.run
 from anechoic.errors import UserError
-from anechoic.run import Run, read_json, read_metrics, write_json
+from anechoic.runtime.run import Run, read_json, read_metrics, write_json
 
 HOLD = """
 import sys, time
-from anechoic.run import Run
+from anechoic.runtime.run import Run
 run = Run(sys.argv[1])
 print("held", flush=True)
 time.sleep(600)
@@ -24,7 +24,7 @@ time.sleep(600)
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(anechoic.run, "PATIENCE", 0.0)
+    monkeypatch.setattr(anechoic.runtime.run, "PATIENCE", 0.0)
 
 
 def test_a_second_process_is_refused_and_a_killed_one_leaves_no_lock(tmp_path):
@@ -48,7 +48,7 @@ def test_a_run_is_free_again_after_it_is_closed(tmp_path):
 
 
 def test_waits_a_moment_for_a_process_that_is_going(tmp_path, monkeypatch):
-    monkeypatch.setattr(anechoic.run, "PATIENCE", 60.0)
+    monkeypatch.setattr(anechoic.runtime.run, "PATIENCE", 60.0)
     code = HOLD.replace("time.sleep(600)", "time.sleep(0.5)")
     holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "held\n"
@@ -111,7 +111,7 @@ def test_rewinding_an_empty_run_is_nothing(tmp_path):
 
 FULL = """
 import resource, sys
-from anechoic.run import Run, read_metrics
+from anechoic.runtime.run import Run, read_metrics
 with Run(sys.argv[1]) as run:
     run.append({"seen": 1})
     size = (run.path / "metrics.jsonl").stat().st_size

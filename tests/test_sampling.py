@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anechoic import sampling
-from anechoic.diffusion import PROCESSES, ContinuousVP, DiscreteLatent, LinearFlow, Process
-from anechoic.draws import Draws
+from anechoic.diffusion import samplers as sampling
+from anechoic.diffusion.process import PROCESSES, ContinuousVP, DiscreteLatent, LinearFlow, Process
 from anechoic.errors import UserError
+from anechoic.rng import Draws
 
 VP, DISCRETE, FLOW = ContinuousVP(), DiscreteLatent(), LinearFlow()
 MEAN = torch.tensor([0.7, -0.4], dtype=torch.float64)

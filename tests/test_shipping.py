@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from anechoic import build_model
-from anechoic.checkpoint import load, model_card, write_model
 from anechoic.cli import main
+from anechoic.runtime.checkpoint import load, model_card, write_model
 
 TINY = {"image_size": 16, "patch_size": 4, "dim": 48, "depth": 2, "num_heads": 3}
 DECODER = {"decoder_dim": 32, "decoder_depth": 2, "decoder_num_heads": 2}

@@ -54,7 +54,7 @@ def inputs(model: nn.Module, *, dtype: torch.dtype = torch.float32, batch: int =
     images = torch.randn(batch, config.in_channels, *config.size, generator=generator, dtype=torch.float64).to(dtype)
     family = type(model).__name__
     if family == "MaskedAutoencoder":
-        return images, torch.rand(batch, config.grid[0] * config.grid[1], generator=generator)
+        return images, torch.rand(batch, config.grid_size[0] * config.grid_size[1], generator=generator)
     if family in ("UViT", "SiT"):
         t = torch.rand(batch, generator=generator, dtype=torch.float64).to(dtype)
         labels = (torch.arange(batch) % 5,) if config.num_classes else ()

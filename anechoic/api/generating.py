@@ -56,7 +56,7 @@ def sample(
         batch_size: images made at once.
         devices: processes that share the work.
     """
-    from anechoic.generation import Request, generate, write_images
+    from anechoic.diffusion.generation import Request, generate, write_images
 
     started = time.perf_counter()
     request = Request(
@@ -168,9 +168,9 @@ def measure(where: str, extractor: Any, *, num: int | None, image_size: int | No
     from tqdm import tqdm
 
     from anechoic.data import open_source
+    from anechoic.diffusion.generation import image_batches, read_receipt
     from anechoic.errors import UserError
     from anechoic.evals.frechet import is_statistics, load_statistics, measure_images
-    from anechoic.generation import image_batches, read_receipt
 
     if is_statistics(Path(where)):
         found = load_statistics(Path(where))
@@ -199,9 +199,9 @@ def digit_verdict(samples: str, *, num: int | None) -> dict[str, Any]:
     import torch
 
     from anechoic.data import open_source
+    from anechoic.diffusion.generation import image_batches, read_receipt
     from anechoic.evals.digit_classifier import judge, real_accuracy
     from anechoic.evals.frechet import is_statistics
-    from anechoic.generation import image_batches, read_receipt
 
     if is_statistics(Path(samples)):
         return {}
@@ -252,7 +252,7 @@ def encode_latents(
     from tqdm import tqdm
 
     from anechoic.data import open_source
-    from anechoic.latents import load_vae, write_latents
+    from anechoic.data.latents import load_vae, write_latents
 
     started = time.perf_counter()
     network = load_vae(vae, device=torch.device(torch.accelerator.current_accelerator() or "cpu"))

@@ -54,7 +54,7 @@ def embed(
         workers: processes that decode ahead; with 0, images are decoded while others are computed.
     """
     from anechoic.data import open_source
-    from anechoic.evals.report import check_format
+    from anechoic.report.tables import check_format
 
     started = time.perf_counter()
     check_format(output)
@@ -85,7 +85,7 @@ def embed_source(
 ) -> dict[str, Any]:
     """Embed every image of an open source in one pass, decoding, computing and writing at the same time."""
     from anechoic.evals.bank import features_of
-    from anechoic.evals.report import write_vectors
+    from anechoic.report.tables import write_vectors
 
     chosen = pooling or encoder.poolings[0]
     features = features_of(
@@ -134,10 +134,10 @@ def knn(
         device: cpu, cuda, mps; auto takes an accelerator if there is one.
         seed: of the held-out part and of the untrained network.
     """
-    from anechoic.analysis import as_tensor
+    from anechoic.evals.analysis import as_tensor
     from anechoic.evals.bank import pick_device
     from anechoic.evals.knn import knn_accuracy
-    from anechoic.evals.report import grid, percent
+    from anechoic.report.tables import percent, text_table
 
     started = time.perf_counter()
     encoder = the_encoder(run, model, image_size)
@@ -159,7 +159,9 @@ def knn(
             accuracy = {str(count): value for count, value in found.items()}
             rows.append({"encoder": name, "layer": layer, "pooling": pool, "accuracy": accuracy})
     cells = [[r["encoder"], r["layer"], r["pooling"], *(percent(v) for v in r["accuracy"].values())] for r in rows]
-    text = f"k-NN top-1 in per cent, {sizes(labelled)}\n" + grid(["encoder", "layer", "pooling", *map(str, k)], cells)
+    text = f"k-NN top-1 in per cent, {sizes(labelled)}\n" + text_table(
+        ["encoder", "layer", "pooling", *map(str, k)], cells
+    )
     own = [row for row in rows if row["encoder"] == encoder.name]
     best = max(own, key=lambda row: max(row["accuracy"].values()))
     metrics = {"accuracy": max(best["accuracy"].values()), "rows": rows, **counts(labelled)}
@@ -210,7 +212,7 @@ def probe(
         seed: of the held-out parts, of the heads' weights and order, and of the untrained network.
     """
     from anechoic.evals.protocols import in100_rows, logistic_rows, mae_rows
-    from anechoic.evals.report import grid, percent
+    from anechoic.report.tables import percent, text_table
 
     started = time.perf_counter()
     config = {"run": run, "model": model, "train": train, "test": test, "holdout": holdout, "protocol": protocol}
@@ -265,7 +267,7 @@ def probe(
         for row in rows
     ]
     text = f"{protocol} probe, top-1 in per cent, {sizes(labelled)}\n"
-    text += grid(["encoder", "layer", "pooling", "top-1", *extra], cells)
+    text += text_table(["encoder", "layer", "pooling", "top-1", *extra], cells)
     own = [row["accuracy"] for row in rows if row["encoder"] == encoder.name]
     return outcome(config, {"accuracy": max(own), "rows": rows, **counts(labelled)}, text, started, seed)
 
@@ -314,7 +316,7 @@ def analyze(
     encoder, where = encoder_and_data(run, data, model, image_size)
     if runs:
         from anechoic.evals.dynamics import dynamics
-        from anechoic.figures import draw_dynamics
+        from anechoic.report.figures import draw_dynamics
 
         pool = pooling[0] if pooling else encoder.poolings[0]
         found = dynamics([run, *runs], train=where, test=test, seed=seed, pooling=pool, device=device)

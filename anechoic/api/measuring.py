@@ -31,7 +31,7 @@ def bench(
     images: Path | None = None,
     small: str = "",
     workers: int = 0,
-    plain: bool = False,
+    unfused: bool = False,
 ) -> Outcome:
     """Measure speed against peers, taking turns with them on this machine.
 
@@ -43,7 +43,7 @@ def bench(
         images: for data and embed, a folder of JPEGs; JPEGs are made from the embedded scenes if it is not given.
         small: for data, a source of small images; the embedded scenes if it is not given.
         workers: for data, worker processes of both loaders.
-        plain: for train, our plain path instead of the optimised one.
+        unfused: for train, our path module by module instead of the fused one.
     """
     if what not in (*BENCHMARKS, "all"):
         near = difflib.get_close_matches(what, BENCHMARKS, n=1)
@@ -54,7 +54,7 @@ def bench(
     from anechoic.benchmarks.timing import Options, table
 
     start = time.perf_counter()
-    options = Options(rounds=rounds, images=str(images or ""), small=small, workers=workers, plain=plain)
+    options = Options(rounds=rounds, images=str(images or ""), small=small, workers=workers, unfused=unfused)
     rows, peers = [], {}
     for name in BENCHMARKS if what == "all" else [what]:
         module = import_module(BENCHMARKS[name])
@@ -67,7 +67,7 @@ def bench(
             "images": str(images or ""),
             "small": small,
             "workers": workers,
-            "plain": plain,
+            "unfused": unfused,
         },
         metrics={"rows": rows, "peers": peers},
         seconds=time.perf_counter() - start,

@@ -14,8 +14,8 @@ from anechoic.errors import UserError
 from anechoic.outcome import Outcome
 
 if TYPE_CHECKING:
-    from anechoic.evidence.cell import Cell
-    from anechoic.evidence.sweep import Folders, Progress
+    from anechoic.paper.sweep import Folders, Progress
+    from anechoic.paper.trial import Trial
 
 Varied = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
 
@@ -33,9 +33,9 @@ def sweep(
     jobs: int | None = None,
     dry_run: bool = False,
 ) -> Outcome:
-    """Train a recipe for every combination of settings and seeds, a core each, and judge what it learned.
+    """Train a recipe for every combination of settings and seeds, a core each, and evaluation what it learned.
 
-    The same command goes on where it was stopped: finished cells are skipped, failed ones tried again.
+    The same command goes on where it was stopped: finished trials are skipped, failed ones tried again.
 
     Example: anechoic sweep pocket_mae_digits --vary shortcut.alpha_min 0.6 1.0 --seeds 3 --train digits:train --test
         digits:test --out runs/alpha
@@ -44,18 +44,18 @@ def sweep(
         recipe: a name that `anechoic recipes` lists.
         vary: a setting and its values, such as shortcut.alpha_min 0.5 0.6 or model.options.depth 4 8; may be repeated.
         seeds: how many seeds, counted from 0.
-        train: labelled images to judge by; without them only the training itself is recorded.
+        train: labelled images to evaluation by; without them only the training itself is recorded.
         test: labelled images to classify.
-        out: a record for each cell is written to out/records, its run to out/runs.
+        out: a record for each trial is written to out/records, its run to out/runs.
         data: folder that relative names of data start from; default the environment variable ANECHOIC_DATA, or here.
         jobs: processes at once; default one for each core.
-        dry_run: list the cells with their estimated time and stop.
+        dry_run: list the trials with their estimated time and stop.
     """
     from dataclasses import replace
 
-    from anechoic.evidence.cell import Judge
-    from anechoic.evidence.sweep import Folders
-    from anechoic.evidence.sweep import vary as combinations
+    from anechoic.paper.sweep import Folders
+    from anechoic.paper.sweep import vary as combinations
+    from anechoic.paper.trial import EvalPlan
     from anechoic.recipes import recipe as recipe_by_name
 
     check_counts(seeds, jobs)
@@ -71,15 +71,15 @@ def sweep(
     base = replace(recipe_by_name(recipe), threads=1, devices=1)
     if base.optim.samples is None:
         base = with_samples(base, data_root(data))
-    cells = combinations(base, grid, seeds=range(seeds), judge=Judge(train, test))
+    trials = combinations(base, grid, seeds=range(seeds), evaluation=EvalPlan(train, test))
     folders = Folders(out / "records", out / "runs", data_root(data))
     if dry_run:
-        return planned(cells, folders)
-    progress = run(cells, folders, jobs)
-    text = summary(cells, folders)
+        return planned(trials, folders)
+    progress = run(trials, folders, jobs)
+    text = summary(trials, folders)
     return Outcome(
         config={"recipe": recipe, "vary": grid, "seeds": seeds, "out": str(out)},
-        metrics={"records": [str(folders.record(cell)) for cell in cells], **counted(progress)},
+        metrics={"records": [str(folders.record(trial)) for trial in trials], **counted(progress)},
         text=text + failures(progress),
     )
 
@@ -100,7 +100,7 @@ def reproduce(
 ) -> Outcome:
     """Run the paper's tables and figures, at pocket scale on a laptop or at full scale, and compare with its numbers.
 
-    Finished cells are skipped, so the same command goes on where it was stopped.
+    Finished trials are skipped, so the same command goes on where it was stopped.
 
     Example: anechoic reproduce table2 --scale pocket --data images --dry-run
 
@@ -109,15 +109,15 @@ def reproduce(
             length, long-blocks, early, axes, remedies, search).
         scale: pocket takes minutes to hours on two cores; full is the paper's own setting, for accelerators.
         data: folder with cifar100/train.parquet and so on; default the environment variable ANECHOIC_DATA, or here.
-        results: where the records are, one JSON file for each cell.
+        results: where the records are, one JSON file for each trial.
         runs: where the runs are trained; may be deleted afterwards.
         seeds: how many seeds, counted from 0.
         jobs: processes at once; default one for each core (full scale: one, which uses every accelerator).
         dry_run: list the runs with their estimated time and stop.
         report: write the pages and pictures of what has records into this folder, and run nothing.
-        verify: run the cell of this record again and compare every number.
+        verify: run the trial of this record again and compare every number.
     """
-    from anechoic.evidence import catalogue
+    from anechoic.paper import catalogue
 
     if verify is not None:
         return verified(verify, runs, data_root(data))
@@ -125,8 +125,8 @@ def reproduce(
     grids = catalogue.choose(what, scale)
     root = results if scale == "pocket" else results / "full"
     if report is not None:
-        from anechoic.evidence.report import write_index, write_page
-        from anechoic.evidence.tally import write_tally
+        from anechoic.paper.pages import write_index, write_page
+        from anechoic.paper.tally import write_tally
 
         at = "" if scale == "pocket" else f" --scale {scale}"
         pages = [write_page(grid, root, report, command=f"anechoic reproduce {grid.name}{at}") for grid in grids]
@@ -144,23 +144,23 @@ def reproduce(
 def reproduced(
     grids: Sequence[Any], scale: str, results: Path, runs: Path, root: Path, seeds: int, jobs: int | None, dry: bool
 ) -> Outcome:
-    """Each grid in turn: its missing cells, then its table."""
-    from anechoic.evidence import catalogue
-    from anechoic.evidence.reading import Records
-    from anechoic.evidence.report import difference_table, measured_table
-    from anechoic.evidence.sweep import Folders
+    """Each grid in turn: its missing trials, then its table."""
+    from anechoic.paper import catalogue
+    from anechoic.paper.pages import difference_table, measured_table
+    from anechoic.paper.statistics import Records
+    from anechoic.paper.sweep import Folders
 
     texts: list[str] = []
     metrics: dict[str, Any] = {}
     for grid in grids:
-        cells = grid.cells(catalogue.variants(grid, scale), range(seeds))
+        trials = grid.trials(catalogue.variants(grid, scale), range(seeds))
         folders = Folders(results / grid.group, runs / grid.group, root)
         if dry:
-            found = planned(cells, folders, accelerator=scale == "full")
+            found = planned(trials, folders, accelerator=scale == "full")
             texts.append(f"{grid.title}\n{found.text}")
             metrics[grid.name] = found.metrics
             continue
-        progress = run(cells, folders, 1 if scale == "full" and jobs is None else jobs, pinned=scale == "pocket")
+        progress = run(trials, folders, 1 if scale == "full" and jobs is None else jobs, pinned=scale == "pocket")
         records = Records(folders.records)
         table = [*measured_table(grid, records), "", *difference_table(grid, records)]
         texts.append("\n".join([grid.title, *table]) + failures(progress))
@@ -170,27 +170,27 @@ def reproduced(
 
 
 def verified(path: Path, runs: Path, root: Path) -> Outcome:
-    """The record's cell trained and judged anew; every number beside the recorded one."""
+    """The record's trial trained and evaluated anew; every number beside the recorded one."""
     import tempfile
 
-    from anechoic.evidence.cell import cell_from_json, run_cell
-    from anechoic.evidence.verify import compare, verdict_text
-    from anechoic.run import read_json
+    from anechoic.paper.trial import run_trial, trial_from_json
+    from anechoic.paper.verify import compare, verdict_text
+    from anechoic.runtime.run import read_json
 
     record = read_json(path)
-    cell = cell_from_json(record)
+    trial = trial_from_json(record)
     if "metrics" not in record:
-        raise UserError(f"{path} describes a cell but has no numbers to repeat: give a record that a sweep wrote.")
+        raise UserError(f"{path} describes a trial but has no numbers to repeat: give a record that a sweep wrote.")
     runs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=runs, prefix="verify-") as folder:
-        again = run_cell(cell, Path(folder) / "run", root=root)
+        again = run_trial(trial, Path(folder) / "run", root=root)
     found = compare(record, again)
     if not found.within_tolerance:
         raise UserError(f"{path} could not be repeated: {verdict_text(record, again, found)}")
     return Outcome(
         config={"verify": str(path)},
         metrics={"identical": found.identical, "compared": found.compared, "largest_difference": found.largest},
-        seed=cell.config.seed,
+        seed=trial.config.seed,
         seconds=again["seconds"],
         text=f"{path}: {verdict_text(record, again, found)}",
     )
@@ -222,47 +222,49 @@ def with_samples(config: Any, root: Path) -> Any:
 
     from anechoic.config import budget, default_holdout
     from anechoic.data import open_source
-    from anechoic.evidence.cell import located
+    from anechoic.paper.trial import located
 
     size = len(open_source(located(config.data.source, root), channels=config.data.channels))
     held = default_holdout(size) if config.data.holdout is None else config.data.holdout
     return replace(config, optim=replace(config.optim, epochs=None, samples=budget(config.optim, size - held)))
 
 
-def planned(cells: Sequence[Cell], folders: Folders, *, accelerator: bool = False) -> Outcome:
-    """The cells with their estimated time, and which are done."""
-    from anechoic.evidence.cell import finished
-    from anechoic.evidence.report import line
-    from anechoic.evidence.sweep import available_cores, duration, estimates, training_flops
+def planned(trials: Sequence[Trial], folders: Folders, *, accelerator: bool = False) -> Outcome:
+    """The trials with their estimated time, and which are done."""
+    from anechoic.paper.pages import line
+    from anechoic.paper.sweep import available_cores, duration, estimates, training_flops
+    from anechoic.paper.trial import finished
 
-    seconds = estimates(cells, folders) if not accelerator else {}
+    seconds = estimates(trials, folders) if not accelerator else {}
     rows, left = [], 0.0
-    for cell in cells:
-        done = finished(cell, folders.record(cell))
+    for trial in trials:
+        done = finished(trial, folders.record(trial))
         if accelerator:
-            cost = f"{training_flops(cell.config) / 1e18:,.2f} exaFLOP"
+            cost = f"{training_flops(trial.config) / 1e18:,.2f} exaFLOP"
         else:
-            cost = duration(seconds[cell.name])
-            left += 0.0 if done else seconds[cell.name]
-        rows.append(line([cell.name, f"{cell.config.optim.samples or 0:,}", cost, "done" if done else "to run"]))
+            cost = duration(seconds[trial.name])
+            left += 0.0 if done else seconds[trial.name]
+        rows.append(line([trial.name, f"{trial.config.optim.samples or 0:,}", cost, "done" if done else "to run"]))
     head = [line(["run", "samples", "exaFLOP" if accelerator else "one core", "state"]), line(["---"] * 4)]
     cores = len(available_cores())
     total = f"\nAbout {duration(left / cores)} on {cores} cores for what is to run." if left else ""
-    metrics = {"cells": [cell.name for cell in cells], "seconds": seconds}
+    metrics = {"trials": [trial.name for trial in trials], "seconds": seconds}
     return Outcome(config={}, metrics=metrics, text="\n".join([*head, *rows]) + total)
 
 
-def run(cells: Sequence[Cell], folders: Folders, jobs: int | None, *, pinned: bool = True) -> Progress:
-    from anechoic.evidence.sweep import sweep as run_sweep
+def run(trials: Sequence[Trial], folders: Folders, jobs: int | None, *, pinned: bool = True) -> Progress:
+    from anechoic.paper.sweep import sweep as run_sweep
 
-    for source in sorted({name for c in cells for name in (c.config.data.source, c.judge.train, c.judge.test)}):
+    for source in sorted(
+        {name for c in trials for name in (c.config.data.source, c.evaluation.train, c.evaluation.test)}
+    ):
         check_source(source, folders.data)
-    return run_sweep(cells, folders, jobs=jobs, pinned=pinned)
+    return run_sweep(trials, folders, jobs=jobs, pinned=pinned)
 
 
 def check_source(source: str, root: Path) -> None:
-    """One sentence before anything is started, instead of one failure for each cell."""
-    from anechoic.evidence.cell import is_file
+    """One sentence before anything is started, instead of one failure for each trial."""
+    from anechoic.paper.trial import is_file
 
     if is_file(source) and not (root / source).exists():
         raise UserError(
@@ -270,13 +272,13 @@ def check_source(source: str, root: Path) -> None:
         )
 
 
-def summary(cells: Sequence[Cell], folders: Folders) -> str:
+def summary(trials: Sequence[Trial], folders: Folders) -> str:
     """One line per variant: the mean over seeds of every plain number, with its interval."""
-    from anechoic.evidence.reading import Records
-    from anechoic.evidence.report import line
+    from anechoic.paper.pages import line
+    from anechoic.paper.statistics import Records
 
     records = Records(folders.records)
-    variants = list(dict.fromkeys(cell.variant for cell in cells))
+    variants = list(dict.fromkeys(trial.variant for trial in trials))
     known = [metrics for variant in variants for metrics in records.metrics(variant).values()]
     keys = [key for key, value in (known[0] if known else {}).items() if isinstance(value, float)]
     if not keys:

@@ -56,9 +56,9 @@ def segment(
         seed: of the tables and batches.
     """
     from anechoic.evals.encoders import baselines as baselines_of
-    from anechoic.evals.report import grid, percent
     from anechoic.evals.segmenting import larger, segment_images
     from anechoic.evals.spectral import SpectralOptions
+    from anechoic.report.tables import percent, text_table
 
     started = time.perf_counter()
     encoder, where = encoder_and_data(run, data, model, image_size)
@@ -90,7 +90,7 @@ def segment(
         ]
         for row in rows
     ]
-    text = f"{rows[0]['images']} images, {rows[0]['clusters']} clusters, {epochs} epochs; per cent.\n" + grid(
+    text = f"{rows[0]['images']} images, {rows[0]['clusters']} clusters, {epochs} epochs; per cent.\n" + text_table(
         header, cells
     )
     metrics = {"miou": rows[0]["hungarian"]["miou"], "miou_greedy": rows[0]["greedy"]["miou"], "rows": rows}

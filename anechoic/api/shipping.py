@@ -27,8 +27,8 @@ def export(run: Path, /, *, to: Target, out: Path, check: str = "", fold: bool =
         check: images to compare on (default: the embedded scenes, for colour networks, or digits).
         fold: fold the network also for safetensors, onnx and torch-export.
     """
-    from anechoic.checkpoint import load
     from anechoic.exchange.exporting import encoder_of, export_model, is_decayed
+    from anechoic.runtime.checkpoint import load
     from anechoic.surgery import fold as folded
 
     started = time.perf_counter()
@@ -99,8 +99,8 @@ def import_weights(
         num_heads: heads of the attention, where the size is not a published one.
         decoder_num_heads: heads of the decoder of a masked autoencoder (16 unless told).
     """
-    from anechoic.checkpoint import model_card, write_model
     from anechoic.exchange.importing import Choices, import_checkpoint
+    from anechoic.runtime.checkpoint import model_card, write_model
 
     started = time.perf_counter()
     if out.exists():

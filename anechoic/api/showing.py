@@ -22,9 +22,9 @@ def demo(*, out: Path = Path("runs/demo"), samples: int = 76_800, seed: int = 0)
     """
     import time
 
-    from anechoic.evals.report import cell
-    from anechoic.pages.showcase import machine_line, page
-    from anechoic.showcase import HEADER, NEIGHBOURS, TWINS, run_showcase, save_results, table, verdict
+    from anechoic.report.demo import HEADER, NEIGHBOURS, TWINS, run_showcase, save_results, table, verdict
+    from anechoic.report.html import machine_line, page
+    from anechoic.report.tables import cell
 
     started = time.perf_counter()
     shown = run_showcase(out, samples=samples, seed=seed)

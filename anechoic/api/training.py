@@ -89,7 +89,7 @@ def pretrain(
     config = replace(
         config,
         init_from=str(init_from or ""),
-        watch=replace(config.watch, knn=knn),
+        monitor=replace(config.monitor, knn=knn),
         data=replace(config.data, workers=workers),
     )
     if alpha_min is None:
@@ -115,8 +115,8 @@ def pretrain_config_for(data: str, **choices: Any) -> Config:
     import torch
 
     from anechoic.data import open_source
-    from anechoic.distributed import accelerators
     from anechoic.recipes.pretrain import pretrain_config
+    from anechoic.runtime.distributed import accelerators
 
     source = open_source(data, channels=choices["channels"])
     sides = [
@@ -160,8 +160,8 @@ def with_recipe_options(config: Config) -> Config:
 
 def _run(config: Config, out: Path, *, dry_run: bool) -> Outcome:
     """Check the config and train it, or only print it."""
-    from anechoic.assembly import check
-    from anechoic.engine import fit
+    from anechoic.train.build import check
+    from anechoic.train.engine import fit
 
     check(config)
     if dry_run:

@@ -60,7 +60,7 @@ def finetune(
     import json
 
     from anechoic.config import to_json
-    from anechoic.engine import fit
+    from anechoic.train.engine import fit
 
     started = time.perf_counter()
     knobs = {
@@ -108,7 +108,6 @@ def finetune_config(
     """The recipe with the encoder's sizes and shortcuts, the number of classes and the weights to start from."""
     from dataclasses import asdict, replace
 
-    from anechoic.checkpoint import model_directory
     from anechoic.config import ModelConfig, ObjectiveConfig, ShortcutConfig
     from anechoic.data import open_source
     from anechoic.data.source import labels_of
@@ -117,7 +116,8 @@ def finetune_config(
     from anechoic.models.mae import MAEConfig
     from anechoic.models.vit import ViTConfig
     from anechoic.recipes.transfer import finetune_base_in1k
-    from anechoic.run import read_json
+    from anechoic.runtime.checkpoint import model_directory
+    from anechoic.runtime.run import read_json
 
     card = read_json(model_directory(run) / "config.json")
     network = from_json(card["config"])
@@ -181,8 +181,8 @@ def accuracy_on(run: Path, train: str, test: str) -> float:
     """Top-1 of the model on centre crops of the test images; classes are matched by name where they have names."""
     import torch
 
-    from anechoic.checkpoint import load
     from anechoic.data import Augment, Loader, common_labels, normalise, open_source
+    from anechoic.runtime.checkpoint import load
 
     model = load(run)
     prepare = model.preprocess

@@ -25,9 +25,9 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True)
 class Entry:
-    """make(place, *arguments) -> step, called in each of `processes` processes of `threads` threads.
+    """make(world, *arguments) -> step, called in each of `processes` processes of `threads` threads.
 
-    Several processes find each other as those of a run do; the place says which one it is."""
+    Several processes find each other as those of a run do; the world says which one it is."""
 
     make: Callable[..., Step]
     arguments: tuple[Any, ...] = ()
@@ -93,7 +93,7 @@ def serve(pipe: Connection, entry: Entry, rank: int, port: int) -> None:
     """The life of a contestant's process: make the step, then take as many as asked for (0: tell the memory)."""
     import torch
 
-    from anechoic.distributed import join
+    from anechoic.runtime.distributed import join
 
     torch.set_num_threads(entry.threads)
     if entry.processes > 1:
@@ -101,8 +101,8 @@ def serve(pipe: Connection, entry: Entry, rank: int, port: int) -> None:
         os.environ["LOCAL_WORLD_SIZE"] = str(entry.processes)
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     try:
-        with join() as place:
-            step = entry.make(place, *entry.arguments)
+        with join() as world:
+            step = entry.make(world, *entry.arguments)
             step()
             pipe.send(None)
             while True:

@@ -87,7 +87,7 @@ def image_flops() -> float:
     return 2.0 * patches * 3 * 16 * 16 * dim + MODEL["depth"] * block_flops(1 + patches, dim, 4.0)
 
 
-def embedder(place: object, listing: str, workers: int, pooling: Literal["class", "mean"]) -> Callable[[], object]:
+def embedder(world: object, listing: str, workers: int, pooling: Literal["class", "mean"]) -> Callable[[], object]:
     """What `anechoic embed` does once its model is open, each time with an empty cache."""
     import torch
 
@@ -114,7 +114,7 @@ def embedder(place: object, listing: str, workers: int, pooling: Literal["class"
     return step
 
 
-def peer_embedder(place: object, paths: tuple[str, ...], workers: int, batch: int) -> Callable[[], object]:
+def peer_embedder(world: object, paths: tuple[str, ...], workers: int, batch: int) -> Callable[[], object]:
     """The usual loop: Pillow in a DataLoader, the model under inference mode, the vectors to a file at the end."""
     import torch
     from torch.utils.data import DataLoader

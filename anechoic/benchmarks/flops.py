@@ -13,7 +13,7 @@ def forward_flops(config: MAEConfig) -> tuple[float, float]:
 
     All patches are embedded, the encoder sees the class token and the kept ones, the decoder sees and predicts all.
     """
-    patches = config.grid[0] * config.grid[1]
+    patches = config.grid_size[0] * config.grid_size[1]
     pixels = config.patch_size**2 * config.in_channels
     seen, tokens = 1 + config.num_kept, 1 + patches
     embedding = 2.0 * patches * pixels * config.dim

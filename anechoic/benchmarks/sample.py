@@ -95,8 +95,8 @@ def network_and_noise() -> tuple[Any, Any]:
 def by_solver(network: Any, noise: Any) -> object:
     import torch
 
-    from anechoic.diffusion import DiscreteLatent
-    from anechoic.sampling import NetworkDenoiser, dpm_solver, time_layout
+    from anechoic.diffusion.process import DiscreteLatent
+    from anechoic.diffusion.samplers import NetworkDenoiser, dpm_solver, time_layout
 
     process = DiscreteLatent()
     with torch.inference_mode():
@@ -107,8 +107,8 @@ def by_solver(network: Any, noise: Any) -> object:
 def by_flow(network: Any, noise: Any) -> object:
     import torch
 
-    from anechoic.diffusion import LinearFlow
-    from anechoic.sampling import NetworkDenoiser, euler
+    from anechoic.diffusion.process import LinearFlow
+    from anechoic.diffusion.samplers import NetworkDenoiser, euler
 
     with torch.inference_mode():
         times = torch.linspace(0, 1, STEPS + 1, dtype=torch.float64)
@@ -174,8 +174,8 @@ def pocket_network() -> Any:
 def sample_pocket(network: Any = None) -> object:
     import torch
 
-    from anechoic.diffusion import ContinuousVP
-    from anechoic.sampling import sample_batch
+    from anechoic.diffusion.process import ContinuousVP
+    from anechoic.diffusion.samplers import sample_batch
 
     return sample_batch(
         network or pocket_network(),

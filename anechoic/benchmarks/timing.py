@@ -17,13 +17,13 @@ GEMM_SIDE = 2048
 @dataclass(frozen=True)
 class Options:
     """What every benchmark is told. images: a folder of JPEGs; small: a source of small images; "" makes some up;
-    plain: train on the plain path."""
+    unfused: train on the path module by module."""
 
     rounds: int = 5
     images: str = ""
     small: str = ""
     workers: int = 0
-    plain: bool = False
+    unfused: bool = False
 
 
 @dataclass(frozen=True)

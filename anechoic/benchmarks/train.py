@@ -19,7 +19,7 @@ from anechoic.benchmarks.timing import GEMM_SIDE, Options, Timing, row
 from anechoic.errors import UserError
 
 if TYPE_CHECKING:
-    from anechoic.distributed import Place
+    from anechoic.runtime.distributed import World
 
 PEERS = ("transformers", "torch")
 PAIRS = 300  # turns of the decayed and of the residual network: their ratio is wanted to one per cent
@@ -77,33 +77,33 @@ def run(options: Options) -> list[dict[str, Any]]:
         import transformers  # noqa: F401 (only whether it is there)
     except ImportError as error:
         raise UserError('This benchmark needs an extra package: pip install "anechoic[bench]".') from error
-    rows = [against_peer(work, rounds=options.rounds, plain=options.plain) for work in WORKS]
-    return [*rows, decayed_against_residual(replace(POCKET, batch=32), pairs=PAIRS, plain=options.plain)]
+    rows = [against_peer(work, rounds=options.rounds, unfused=options.unfused) for work in WORKS]
+    return [*rows, decayed_against_residual(replace(POCKET, batch=32), pairs=PAIRS, unfused=options.unfused)]
 
 
 # ---- the steps, each made in the contestant's own process
 
 
-def ours(place: Place, work: Work, options: dict[str, Any], plain: bool, compiled: bool = False) -> Step:
+def ours(world: World, work: Work, options: dict[str, Any], unfused: bool, compiled: bool = False) -> Step:
     """What the engine does between two batches, with the parts it is made of."""
     import torch
 
-    from anechoic.assembly import make_optimizer
     from anechoic.config import OptimConfig
-    from anechoic.distributed import average_gradients, parallel
     from anechoic.models import build_model
     from anechoic.models.layers import choose_path
-    from anechoic.process import keep_freed_memory, settle_garbage
+    from anechoic.runtime.determinism import freeze_garbage, keep_freed_memory
+    from anechoic.runtime.distributed import average_gradients, parallel
+    from anechoic.train.build import make_optimizer
 
-    if not plain:
+    if not unfused:
         keep_freed_memory()
     torch.manual_seed(0)
     model = build_model("mae_tiny_patch4", **work.model_options(**options)).train()
-    choose_path(model, plain=plain)
+    choose_path(model, unfused=unfused)
     optimizer = make_optimizer(model, OptimConfig(batch_size=work.batch))
     called: Any = torch.compile(model) if compiled else model
-    trained = parallel(place, called)
-    images = torch.randn(work.batch // place.world_size, 3, work.image, work.image)
+    trained = parallel(world, called)
+    images = torch.randn(work.batch // world.size, 3, work.image, work.image)
 
     def step() -> None:
         trained(images).loss.backward()
@@ -111,13 +111,13 @@ def ours(place: Place, work: Work, options: dict[str, Any], plain: bool, compile
         optimizer.step()
         optimizer.zero_grad()
 
-    if not plain:
+    if not unfused:
         step()
-        settle_garbage()
+        freeze_garbage()
     return step
 
 
-def theirs(place: Place, work: Work) -> Step:
+def theirs(world: World, work: Work) -> Step:
     """The peer's step, with AdamW at its best: one fused kernel."""
     import torch
     import transformers
@@ -150,7 +150,7 @@ def theirs(place: Place, work: Work) -> Step:
     return step
 
 
-def product(place: Place) -> Step:
+def product(world: World) -> Step:
     """The limit: one product of large square matrices."""
     import torch
 
@@ -171,7 +171,7 @@ def named(processes: int, threads: int) -> str:
     return f"{processes} x {threads} threads"
 
 
-def against_peer(work: Work, *, rounds: int, plain: bool = False) -> dict[str, Any]:
+def against_peer(work: Work, *, rounds: int, unfused: bool = False) -> dict[str, Any]:
     """ours beside the peer and beside the machine, each at its best arrangement."""
     from anechoic.benchmarks.flops import step_flops
     from anechoic.models import model_config
@@ -179,10 +179,10 @@ def against_peer(work: Work, *, rounds: int, plain: bool = False) -> dict[str, A
     options = {"skips": False}
     entries = {}
     for processes, threads in arrangements(work.batch):
-        entries[f"ours, {named(processes, threads)}"] = Entry(ours, (work, options, plain), processes, threads)
+        entries[f"ours, {named(processes, threads)}"] = Entry(ours, (work, options, unfused), processes, threads)
         if work.compiled and processes > 1:
             entries[f"ours compiled, {named(processes, threads)}"] = Entry(
-                ours, (work, options, plain, True), processes, threads
+                ours, (work, options, unfused, True), processes, threads
             )
         entries[f"limit, {named(processes, threads)}"] = Entry(product, (), processes, threads)
     for threads in {1, arrangements(work.batch)[0][1]} if work.peer_on_one_thread else {arrangements(work.batch)[0][1]}:
@@ -194,7 +194,7 @@ def against_peer(work: Work, *, rounds: int, plain: bool = False) -> dict[str, A
     gemm = 2.0 * GEMM_SIDE**3 * entries[limit].processes / min(timing.seconds[limit])
     config: Any = model_config("mae_tiny_patch4", **work.model_options(**options))
     line = row(
-        f"{work}{', plain path' if plain else ''}",
+        f"{work}{', module by module' if unfused else ''}",
         timing,
         ours=best,
         peer=peer,
@@ -207,12 +207,12 @@ def against_peer(work: Work, *, rounds: int, plain: bool = False) -> dict[str, A
     return line | {"ours_name": best, "gemm_flops": gemm, "contestants": everyone}
 
 
-def decayed_against_residual(work: Work, *, pairs: int, plain: bool = False) -> dict[str, Any]:
+def decayed_against_residual(work: Work, *, pairs: int, unfused: bool = False) -> dict[str, Any]:
     """The network with fading shortcuts beside the same one with plain shortcuts; low and high are the 95 % interval
     of the median ratio, not the range."""
     processes, threads = arrangements(work.batch)[-1]
     entries = {
-        name: Entry(ours, (work, {"skips": True, "alpha_min": alpha_min}, plain), processes, threads)
+        name: Entry(ours, (work, {"skips": True, "alpha_min": alpha_min}, unfused), processes, threads)
         for name, alpha_min in (("decayed", 0.6), ("residual", 1.0))
     }
     timing, memory = contest(entries, rounds=pairs, turn=0.0)

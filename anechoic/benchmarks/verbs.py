@@ -45,8 +45,8 @@ def make_run(recipe_name: str, source: str, folder: Path) -> None:
     """A run of two updates: what is read and computed later does not depend on how good the weights are."""
     from dataclasses import replace
 
-    from anechoic.engine import fit
     from anechoic.recipes import recipe
+    from anechoic.train.engine import fit
 
     config = recipe(recipe_name)
     batch_size = 32

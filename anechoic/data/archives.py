@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from anechoic.data.cache import cache_dir, recall, remember
+from anechoic.data.cache import cache_dir, read_cached, write_cached
 from anechoic.data.decoding import Undecodable
 from anechoic.data.source import EncodedSource, Names, classes_from_folders, digest, is_image_name, number_classes
 from anechoic.errors import UserError
@@ -212,7 +212,7 @@ def _stamp(path: Path) -> np.ndarray:
 def list_tar(path: Path) -> tuple[list[str], np.ndarray]:
     """Every file of a tar: names and places, in the order of the archive. A long list is remembered."""
     memory = cache_dir() / "listings" / f"{digest(os.fsencode(path.resolve()), _stamp(path))}.tar.npz"
-    if (arrays := recall(memory)) is not None:
+    if (arrays := read_cached(memory)) is not None:
         return list(Names(arrays["names"].tobytes(), arrays["ends"])), arrays["members"]
     try:
         # "r:" refuses compression: a compressed stream has no places to jump to.
@@ -226,7 +226,7 @@ def list_tar(path: Path) -> tuple[list[str], np.ndarray]:
     members = np.array([(0, start, length, TAR, 0) for _, start, length in files], dtype=MEMBER)
     if len(names) >= REMEMBER_FROM:
         packed = Names.of(names)
-        remember(memory, {"names": np.frombuffer(packed.blob, np.uint8), "ends": packed.ends, "members": members})
+        write_cached(memory, {"names": np.frombuffer(packed.blob, np.uint8), "ends": packed.ends, "members": members})
     return names, members
 
 

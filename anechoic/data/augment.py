@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from anechoic.draws import Draws
 from anechoic.errors import UserError
+from anechoic.rng import Draws
 
 KINDS = ("crop", "pad", "centre", "none")
 MARGIN = 256 / 224

@@ -48,7 +48,7 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anechoic"
 
 
-def remember(path: Path, arrays: dict[str, np.ndarray]) -> None:
+def write_cached(path: Path, arrays: dict[str, np.ndarray]) -> None:
     """Keep arrays in the cache if it can be written to; written aside, then renamed, so no reader sees half a file."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,8 +57,8 @@ def remember(path: Path, arrays: dict[str, np.ndarray]) -> None:
         os.replace(file.name, path)
 
 
-def recall(path: Path) -> dict[str, np.ndarray] | None:
-    """What `remember` kept, or None if there is nothing or it is damaged."""
+def read_cached(path: Path) -> dict[str, np.ndarray] | None:
+    """What `write_cached` kept, or None if there is nothing or it is damaged."""
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
@@ -74,7 +74,7 @@ class Stored(Source):
     def __init__(self, source: Source, folder: Path, *, verify: bool = True):
         super().__init__()
         index = json.loads((folder / "index.json").read_text())
-        places = recall(folder / "places.npz")
+        places = read_cached(folder / "places.npz")
         if places is None:
             raise ValueError("the index of cached pixels is damaged")
         self._starts, self._shapes = places["starts"], places["shapes"]

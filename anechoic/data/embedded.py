@@ -17,8 +17,8 @@ from torch import Tensor
 from anechoic.data.arrays import Array
 from anechoic.data.decoding import luminance
 from anechoic.data.source import BadImage, Source, digest
-from anechoic.draws import Draws
 from anechoic.errors import UserError
+from anechoic.rng import Draws
 
 SPLITS = ("train", "test")
 KINDS = ("disc", "ring", "square", "triangle", "bar", "cross", "star", "crescent", "half", "dots")

@@ -1,4 +1,4 @@
-"""Emoji: 1,030 things, each drawn by five hands, embedded in the package. The pixels change with the hand, the thing not.
+"""Emoji: 1,030 things, each drawn by five hands, embedded in the package. The hand changes the pixels, not the thing.
 
 `emoji` is all 5,150 drawings of 48 x 48. Words after it choose: `train` and `test` split the things, `style=` and
 `without=` the hands, `label=` what a label is. Licences are in emoji_sheets/ATTRIBUTION.md.
@@ -40,7 +40,7 @@ class Emoji(Array):
 
 
 def open_emoji(rest: list[str], *, labels: bool, channels: int) -> Emoji:
-    """`emoji[:train|:test][:style=A+B][:without=A+B][:label=group|thing|style]`; images hand by hand, things in order."""
+    """`emoji[:train|:test][:style=A+B][:without=A+B][:label=group|thing|style]`: hand by hand, things in order."""
     index = read_index()
     split, styles, label = _read_words(rest, index["styles"])
     groups, group_names = index["groups"], index["group_names"]

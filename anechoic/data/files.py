@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from anechoic.data.cache import cache_dir, recall, remember
+from anechoic.data.cache import cache_dir, read_cached, write_cached
 from anechoic.data.source import EncodedSource, Names, classes_from_folders, digest, is_image_name, number_classes
 from anechoic.errors import UserError
 
@@ -102,16 +102,16 @@ def scan(root: Path) -> Listing:
     )
 
 
-def remembered_scan(root: Path) -> Listing:
+def cached_scan(root: Path) -> Listing:
     """`scan`, or its result of an earlier time if it still holds."""
     memory = cache_dir() / "listings" / f"{digest(os.fsencode(root.resolve()))}.npz"
-    if (arrays := recall(memory)) is not None:
+    if (arrays := read_cached(memory)) is not None:
         listing = Listing.from_arrays(arrays)
         if listing.still_true(root):
             return listing
     listing = scan(root)
     if len(listing.names) >= REMEMBER_FROM:
-        remember(memory, listing.to_arrays())
+        write_cached(memory, listing.to_arrays())
     return listing
 
 
@@ -145,7 +145,7 @@ class Files(EncodedSource):
 
 def open_folder(root: Path, *, labels: bool, channels: int) -> Files:
     """A folder, searched to any depth; labels are the names of its sub-folders."""
-    listing = remembered_scan(root)
+    listing = cached_scan(root)
     if not len(listing.names):
         raise UserError(
             f"There is no JPEG, PNG, WebP, BMP or TIFF image in or below {str(root)!r}; give a folder with images."

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 from anechoic.data.augment import Augment
 from anechoic.data.cache import stored
 from anechoic.data.source import BadImage, Source, Transform
-from anechoic.draws import Draws
 from anechoic.errors import UserError
+from anechoic.rng import Draws
 
 # Larger images are reduced by 2, 4 or 8 while their shorter side stays at least 1.75 times image_size: a square crop of
 # a third of the area then has as many pixels as are asked for, and the smallest usual one, a fifth, is enlarged at most

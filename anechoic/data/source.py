@@ -15,8 +15,8 @@ import numpy as np
 from torch import Tensor
 
 from anechoic.data.decoding import Undecodable, decode
-from anechoic.draws import Draws
 from anechoic.errors import UserError
+from anechoic.rng import Draws
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff")
 

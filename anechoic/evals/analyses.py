@@ -13,18 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anechoic.analysis import eigenvector_colours, tsne
 from anechoic.data import Source, Subset, open_source
-from anechoic.draws import Draws
 from anechoic.errors import UserError
+from anechoic.evals.analysis import eigenvector_colours, tsne
 from anechoic.evals.bank import Features, batches, features_of
 from anechoic.evals.encoders import Encoder, baselines
 from anechoic.evals.explain import explain
+from anechoic.evals.features import Pooling, evaluating, patch_maps
 from anechoic.evals.knn import nearest
-from anechoic.evals.report import grid
-from anechoic.features import Pooling, evaluating, patch_maps
 from anechoic.models import family_of
 from anechoic.models.layers import Network, patchify, unpatchify
+from anechoic.report.tables import text_table
+from anechoic.rng import Draws
 
 COLUMNS = {
     "rank_rows": "rank",
@@ -100,7 +100,7 @@ def draw_all(
     encoder: Encoder, source: Source, features: Features, rows: list[dict], folder: Path, device: str, seed: int
 ) -> list[Path]:
     """Every picture that the encoder and the data allow."""
-    from anechoic import figures
+    from anechoic.report import figures
 
     images = next(batches(encoder, source, device=device))
     curves = {
@@ -142,7 +142,7 @@ def draw_nearest(
     encoder: Encoder, images: Tensor, vectors: np.ndarray, labels: np.ndarray | None, folder: Path
 ) -> list[Path]:
     """The five nearest of the first batch for six of its images, without the image itself."""
-    from anechoic import figures
+    from anechoic.report import figures
 
     count = len(images)
     k = min(5, count - 1)
@@ -208,13 +208,13 @@ def layer_text(metrics: Mapping[str, Any]) -> str:
         "mean over samples removed. Layer 0 is the embedding; input share is what is left of it on the identity path."
     )
     drawn = "".join(f"\n{path}" for path in metrics.get("figures", ()))
-    return grid(header, cells) + "\n" + notes + drawn
+    return text_table(header, cells) + "\n" + notes + drawn
 
 
 def dynamics_text(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     keys = ("run", "alpha_min", "seen", "accuracy", "entropy_rows", "rank_rows", "rank_columns")
-    points = grid(keys, [[point[key] for key in keys] for point in found["points"]])
+    points = text_table(keys, [[point[key] for key in keys] for point in found["points"]])
     columns = ("seen", "runs", "r_rows", "low_rows", "high_rows", "r_columns")
     if not found["correlations"]:
         return points + "\nNo checkpoint is common to all runs, so there is no correlation."
-    return points + "\n\n" + grid(columns, [[row[key] for key in columns] for row in found["correlations"]])
+    return points + "\n\n" + text_table(columns, [[row[key] for key in columns] for row in found["correlations"]])

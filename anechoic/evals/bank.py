@@ -24,7 +24,7 @@ from tqdm import tqdm
 from anechoic.data import Augment, Loader, Source, cache_dir, normalise
 from anechoic.errors import UserError
 from anechoic.evals.encoders import Encoder
-from anechoic.features import Key, Pooling, choose_layers, extract_batches
+from anechoic.evals.features import Key, Pooling, choose_layers, extract_batches
 
 # Images of a batch. An accelerator wants many; cores compute them in small groups and only have to be kept busy.
 BATCH, BATCH_ON_CORES = 256, 64

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from anechoic.analysis import effective_rank, pearson
-from anechoic.checkpoint import checkpoints
 from anechoic.errors import UserError
+from anechoic.evals.analysis import effective_rank, pearson
 from anechoic.evals.encoders import run_encoder
+from anechoic.evals.features import Pooling
 from anechoic.evals.knn import knn_accuracy
 from anechoic.evals.labelled import labelled_features, open_labelled
 from anechoic.evals.probe import logistic_probe
-from anechoic.features import Pooling
+from anechoic.runtime.checkpoint import checkpoints
 
 
 def checkpoints_of(run: str | Path) -> list[Path]:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anechoic.errors import UserError
-from anechoic.features import layer_widths, poolings_of, trunk
+from anechoic.evals.features import layer_widths, poolings_of, trunk
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Raw pixels are compared at this side at most; more would only repeat themselves.
@@ -72,8 +72,8 @@ def open_encoder(spec: str | Path, *, image_size: int | None = None) -> Encoder:
 
 
 def run_encoder(path: str | Path) -> Encoder:
-    from anechoic.checkpoint import load
     from anechoic.models import build, family_of
+    from anechoic.runtime.checkpoint import load
 
     model = load(path)
     if family_of(model.config) in ("uvit", "sit"):

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from anechoic.analysis import effective_rank, linear_cka, mean_cosine, silhouette
+from anechoic.evals.analysis import effective_rank, linear_cka, mean_cosine, silhouette
 from anechoic.evals.encoders import Encoder
+from anechoic.evals.features import Key, block_gains, block_ratios, block_statistics
 from anechoic.evals.knn import knn_accuracy
 from anechoic.evals.labelled import split_indices
-from anechoic.features import Key, block_gains, block_ratios, block_statistics
 
 NEIGHBOURS = 20
 

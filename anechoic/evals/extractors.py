@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anechoic.errors import UserError
-from anechoic.fingerprint import hash_tensors
+from anechoic.runtime.fingerprint import hash_tensors
 
 INCEPTION_URL = (
     "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth"
@@ -221,8 +221,8 @@ def read_state(path: Path) -> dict[str, Tensor]:
 
 def own_encoder(path: Path, *, device: torch.device | None = None) -> Extractor:
     """The pooled last layer of an encoder trained here: a run directory or what `load` reads."""
-    from anechoic.checkpoint import load
-    from anechoic.features import extract_batches
+    from anechoic.evals.features import extract_batches
+    from anechoic.runtime.checkpoint import load
 
     model = load(path).to(device or "cpu")
     preprocess = model.preprocess

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anechoic.analysis import as_tensor
 from anechoic.errors import NotFiniteError, UserError
+from anechoic.evals.analysis import as_tensor
 
 KS = (10, 20, 100, 200)
 TEMPERATURE = 0.07

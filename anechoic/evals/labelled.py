@@ -15,7 +15,7 @@ from anechoic.data import Source, Subset, common_labels, open_source
 from anechoic.errors import UserError
 from anechoic.evals.bank import features_of
 from anechoic.evals.encoders import Encoder
-from anechoic.features import Key, Pooling
+from anechoic.evals.features import Key, Pooling
 
 
 @dataclass(frozen=True)

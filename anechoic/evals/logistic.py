@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anechoic.analysis import as_matrix, as_tensor
 from anechoic.errors import UserError
+from anechoic.evals.analysis import as_matrix, as_tensor
 
 MEMORY = 10
 # Logits of a chunk of samples for all heads together: half a megabyte, which stays in a core's cache from the product

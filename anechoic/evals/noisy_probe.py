@@ -17,17 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anechoic import latents
-from anechoic.data import Augment, Loader, Source, normalise
-from anechoic.diffusion import Process, encode
-from anechoic.draws import Draws
+from anechoic.data import Augment, Loader, Source, latents, normalise
+from anechoic.diffusion.generation import find_process, open_denoiser
+from anechoic.diffusion.process import Process, encode
 from anechoic.errors import UserError
 from anechoic.evals.bank import pick_device
+from anechoic.evals.features import Key, extract
 from anechoic.evals.labelled import Labelled, LabelledFeatures, open_labelled, split_indices
 from anechoic.evals.protocols import in100_rows, logistic_rows
-from anechoic.evals.report import grid, percent
-from anechoic.features import Key, extract
-from anechoic.generation import find_process, open_denoiser
+from anechoic.report.tables import percent, text_table
+from anechoic.rng import Draws
 
 HELD_OUT = 0.1
 """Share of the training data that chooses the layer and the level."""
@@ -86,7 +85,7 @@ class NoisyProbe:
             row = cells[layer, level]
             return f"{percent(row.accuracy):.2f}{'*' if row is self.chosen else ' '}"
 
-        table = grid(
+        table = text_table(
             ["layer", *(f"t={level:g}" for level in levels)],
             [[layer, *(cell(layer, level) for level in levels)] for layer in layers],
         )

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anechoic.analysis import as_tensor
 from anechoic.errors import NotFiniteError, UserError
+from anechoic.evals.analysis import as_tensor
 from anechoic.evals.logistic import fit_logistic
 
 REGULARISERS = tuple(float(r) for r in np.logspace(-6, 0, 10))

@@ -12,13 +12,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from anechoic.analysis import as_tensor
 from anechoic.data import Augment, Loader, normalise
+from anechoic.evals.analysis import as_tensor
 from anechoic.evals.bank import pick_device
 from anechoic.evals.encoders import Encoder
+from anechoic.evals.features import Key, Pooling, extract_batches
 from anechoic.evals.labelled import Labelled, LabelledFeatures, labelled_features
 from anechoic.evals.probe import in100_probe, logistic_probe, mae_probe
-from anechoic.features import Key, Pooling, extract_batches
 
 
 def logistic_rows(features: LabelledFeatures, *, seed: int, device: str = "auto") -> list[dict[str, Any]]:

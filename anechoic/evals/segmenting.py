@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from anechoic.analysis import eigenvector_colours
 from anechoic.data import normalise
 from anechoic.errors import UserError
+from anechoic.evals.analysis import eigenvector_colours
 from anechoic.evals.bank import pick_device
 from anechoic.evals.encoders import Encoder
+from anechoic.evals.features import patch_maps
 from anechoic.evals.segment import cluster, find_pairs, judge, read_all, read_mapping, upsample
 from anechoic.evals.spectral import SpectralOptions, soft_cells, spectral_tables
-from anechoic.features import patch_maps
 from anechoic.models.layers import Network, TransformerConfig
 
 # The picture of all cells of all images is made from so many images.
@@ -70,7 +70,7 @@ def segment_images(
     found = upsample(cluster(tables, clusters=clusters), images.shape[-1])
     result = judge(found, labels, clusters=clusters, classes=classes, void=void)
     if figures is not None:
-        from anechoic.figures import draw_maps
+        from anechoic.report.figures import draw_maps
 
         colours = eigenvector_colours(soft_cells(tables[:SHOWN], side=64)).numpy(force=True)
         pixels = images[:SHOWN].permute(0, 2, 3, 1).numpy() / 255

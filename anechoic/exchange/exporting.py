@@ -20,7 +20,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from anechoic.checkpoint import load, model_card, write_model
 from anechoic.errors import UserError
 from anechoic.exchange.cards import model_card_text
 from anechoic.exchange.layouts import OURS_TO_TIMM, Tensors, rename, timm_to_transformers, transformers_module
@@ -30,6 +29,7 @@ from anechoic.models.mae import MaskedAutoencoder
 from anechoic.models.sit import SiT
 from anechoic.models.uvit import UViT
 from anechoic.models.vit import VisionTransformer, ViTConfig
+from anechoic.runtime.checkpoint import load, model_card, write_model
 from anechoic.shortcut import Read, Stream
 from anechoic.surgery import fold, fold_along
 

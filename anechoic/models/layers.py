@@ -110,7 +110,7 @@ class TransformerConfig(NetworkConfig):
         return self.depth
 
     @property
-    def grid(self) -> tuple[int, int]:
+    def grid_size(self) -> tuple[int, int]:
         """(rows, columns) of patches"""
         return self.size[0] // self.patch_size, self.size[1] // self.patch_size
 
@@ -298,10 +298,10 @@ class DropPath(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block: attention, then MLP, each joined to the stream by a Shortcut.
 
-    plain: never the fused functions. recompute: keep only the input for the backward pass and compute the rest again.
+    unfused: never the fused functions. recompute: keep only the input for the backward pass and compute the rest again.
     """
 
-    plain = False
+    unfused = False
     recompute = False
 
     def __init__(
@@ -330,7 +330,7 @@ class Block(nn.Module):
         return self.compute(x, rows)
 
     def compute(self, x: Tensor, rows: Tensor | None) -> Tensor:
-        if not self.plain and fused.covers(self, x):
+        if not self.unfused and fused.covers(self, x):
             x = fused.attention_branch(x, rows, self.norm1, self.attn, self.shortcut1)
             return fused.mlp_branch(x, self.norm2, self.mlp, self.shortcut2)
         fx = self.drop_path(self.attn(self.norm1(x), rows))
@@ -344,11 +344,11 @@ class Block(nn.Module):
         ]
 
 
-def choose_path(model: nn.Module, *, plain: bool = False, recompute: bool = False) -> None:
+def choose_path(model: nn.Module, *, unfused: bool = False, recompute: bool = False) -> None:
     """How all blocks of a model compute in training: plainly instead of fused, with less memory and more time."""
     for module in model.modules():
         if isinstance(module, Block):
-            module.plain, module.recompute = plain, recompute
+            module.unfused, module.recompute = unfused, recompute
 
 
 def tapped(blocks: Iterable[Any]) -> list[Event]:

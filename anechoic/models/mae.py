@@ -8,6 +8,7 @@ Legend: B batch, N patches, K kept patches, M masked patches, E encoder width, D
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -64,7 +65,7 @@ class MAEConfig(TransformerConfig):
         check_heads(self.decoder_dim, self.decoder_num_heads)
         if not 0 <= self.mask_ratio < 1 or self.num_kept < 1:
             raise UserError(
-                f"mask_ratio {self.mask_ratio} leaves no patch of {self.grid[0] * self.grid[1]} visible: lower it."
+                f"mask_ratio {self.mask_ratio} leaves no patch of {math.prod(self.grid_size)} visible: lower it."
             )
         if self.skips and not skip_sources(self.depth, self.decoder_depth):
             raise UserError(
@@ -77,7 +78,7 @@ class MAEConfig(TransformerConfig):
 
     @property
     def num_kept(self) -> int:
-        return int(self.grid[0] * self.grid[1] * (1 - self.mask_ratio))
+        return int(math.prod(self.grid_size) * (1 - self.mask_ratio))
 
     @property
     def encoder(self) -> ViTConfig:
@@ -119,12 +120,12 @@ class Prediction(NamedTuple):
 
 
 class Masking(NamedTuple):
-    """keep (B, K) and hidden (B, M): patch indices. place (B, 1 + N): for class and patches, the row of
+    """ids_keep (B, K) and ids_masked (B, M): patch indices. ids_restore (B, 1 + N): for class and patches, the row of
     [class, kept..., filler] that belongs there. mask (B, N)."""
 
-    keep: Tensor
-    hidden: Tensor
-    place: Tensor
+    ids_keep: Tensor
+    ids_masked: Tensor
+    ids_restore: Tensor
     mask: Tensor
 
 
@@ -133,10 +134,10 @@ def mask_by_noise(noise: Tensor, num_kept: int) -> Masking:
     B = len(noise)
     shuffle = noise.argsort(dim=1, stable=True)
     restore = shuffle.argsort(dim=1)
-    place = restore.clamp(max=num_kept) + 1
-    class_place = torch.zeros(B, 1, dtype=place.dtype, device=place.device)
+    ids_restore = restore.clamp(max=num_kept) + 1
+    class_row = torch.zeros(B, 1, dtype=ids_restore.dtype, device=ids_restore.device)
     mask = (restore >= num_kept).to(noise.dtype)
-    return Masking(shuffle[:, :num_kept], shuffle[:, num_kept:], torch.cat([class_place, place], dim=1), mask)
+    return Masking(shuffle[:, :num_kept], shuffle[:, num_kept:], torch.cat([class_row, ids_restore], dim=1), mask)
 
 
 def normalise_patches(patches: Tensor) -> Tensor:
@@ -159,13 +160,13 @@ class SkipLayer(nn.Module):
         self.fc1 = nn.Linear(encoder_dim + dim, dim)
         self.fc2 = nn.Linear(dim, dim)
 
-    def forward(self, x: Tensor, encoded: Tensor, place: Tensor) -> Tensor:
-        """x (B, 1 + N, D), encoded (B, 1 + K, E), place (B, 1 + N) -> (B, 1 + N, D)"""
+    def forward(self, x: Tensor, encoded: Tensor, ids_restore: Tensor) -> Tensor:
+        """x (B, 1 + N, D), encoded (B, 1 + K, E), ids_restore (B, 1 + N) -> (B, 1 + N, D)"""
         E = encoded.shape[-1]
         if self.norm:
             encoded = F.layer_norm(encoded, (E,), eps=TINY_EPS)
         rows = torch.cat([encoded, self.mask_token.expand(len(encoded), -1, -1)], dim=1)
-        heard = take(F.linear(rows, self.fc1.weight[:, :E]), place)
+        heard = take(F.linear(rows, self.fc1.weight[:, :E]), ids_restore)
         own = F.linear(x, self.fc1.weight[:, E:], self.fc1.bias)
         return x + self.fc2(F.silu(heard + own))
 
@@ -182,7 +183,7 @@ class MaskedAutoencoder(Network):
         dim = config.decoder_dim
         self.encoder = VisionTransformer(config.encoder)
         self.sources = skip_sources(config.depth, config.decoder_depth) if config.skips else []
-        self.register_buffer("decoder_positions", sincos_positions(dim, config.grid)[None], persistent=False)
+        self.register_buffer("decoder_positions", sincos_positions(dim, config.grid_size)[None], persistent=False)
         if config.skips:
             self.decoder_class_token = nn.Parameter(torch.zeros(1, 1, dim))
             self.decoder_embed = nn.Linear(dim, dim)
@@ -227,15 +228,15 @@ class MaskedAutoencoder(Network):
             noise = torch.rand(B, N, device=images.device)
         masking = mask_by_noise(noise, int(N * (1 - self.config.mask_ratio)))
 
-        taps = self.encode(patches, grid, masking.keep)
+        taps = self.encode(patches, grid, masking.ids_keep)
         if self.training:
-            x = self.decode(taps, masking.place, grid, rows=masking.hidden + 1)
+            x = self.decode(taps, masking.ids_restore, grid, rows=masking.ids_masked + 1)
             hidden = prediction = self.predictor(self.decoder_norm(x))
         else:
-            x = self.decode(taps, masking.place, grid)
+            x = self.decode(taps, masking.ids_restore, grid)
             prediction = self.predictor(self.decoder_norm(x[:, 1:]))
-            hidden = take(prediction, masking.hidden)
-        target = take(patches, masking.hidden)
+            hidden = take(prediction, masking.ids_masked)
+        target = take(patches, masking.ids_masked)
         if self.config.norm_pix:
             target = normalise_patches(target)
         return Prediction(F.mse_loss(hidden, target), prediction, masking.mask)
@@ -252,21 +253,23 @@ class MaskedAutoencoder(Network):
             return [outputs[i] for i in self.sources]
         return [x if self.encoder.norm is None else self.encoder.norm(x)]
 
-    def decode(self, taps: list[Tensor], place: Tensor, grid: tuple[int, int], *, rows: Tensor | None = None) -> Tensor:
+    def decode(
+        self, taps: list[Tensor], ids_restore: Tensor, grid: tuple[int, int], *, rows: Tensor | None = None
+    ) -> Tensor:
         """-> decoder stream (B, 1 + N, D) before the final norm, or only its rows (B, M)."""
-        B = len(place)
+        B = len(ids_restore)
         positions = self.decoder_positions
-        if grid != self.config.grid:
+        if grid != self.config.grid_size:
             positions = sincos_positions(self.config.decoder_dim, grid)[None].to(positions)
         if self.config.skips:
             start = torch.cat([self.decoder_class_token, positions], dim=1)
             x = self.decoder_embed(start).expand(B, -1, -1)
         else:
             heard = torch.cat([self.decoder_embed(taps[0]), self.mask_token.expand(B, -1, -1)], dim=1)
-            x = take(heard, place) + F.pad(positions, (0, 0, 1, 0))
+            x = take(heard, ids_restore) + F.pad(positions, (0, 0, 1, 0))
         for i, block in enumerate(self.decoder_blocks):
             if i < len(self.sources):
-                x = self.skips[i](x, taps[i], place)
+                x = self.skips[i](x, taps[i], ids_restore)
             x = block(x, rows if i == self.config.decoder_depth - 1 else None)
         return x
 

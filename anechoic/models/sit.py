@@ -100,7 +100,7 @@ class SiT(Network):
         super().__init__(config)
         dim, depth = config.dim, config.depth
         self.patch_embed = PatchEmbed(config.in_channels, config.patch_size, dim)
-        self.register_buffer("positions", sincos_positions(dim, config.grid)[None], persistent=False)
+        self.register_buffer("positions", sincos_positions(dim, config.grid_size)[None], persistent=False)
         self.time_embed = nn.Sequential(nn.Linear(self.TIME_WIDTH, dim), nn.SiLU(), nn.Linear(dim, dim))
         rows = label_rows(config.num_classes, config.label_dropout)
         self.label_embed = nn.Embedding(rows, dim) if rows else None
@@ -143,7 +143,7 @@ class SiT(Network):
         check_images(x, self.config.in_channels)
         p = self.config.patch_size
         grid = (x.shape[2] // p, x.shape[3] // p)
-        positions = self.positions if grid == self.config.grid else sincos_positions(self.config.dim, grid).to(x)
+        positions = self.positions if grid == self.config.grid_size else sincos_positions(self.config.dim, grid).to(x)
         c = self.time_embed(time_embedding(t, self.TIME_WIDTH).to(x.dtype))
         rows = labels_or_null(labels, x.shape[0], self.config.num_classes, self.config.label_dropout, x.device)
         if rows is not None:

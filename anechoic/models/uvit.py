@@ -80,7 +80,9 @@ class UViT(Network):
         rows = label_rows(config.num_classes, config.label_dropout)
         self.label_embed = nn.Embedding(rows, dim) if rows else None
         self.num_prefix_tokens = 2 if rows else 1
-        self.positions = nn.Parameter(torch.zeros(1, self.num_prefix_tokens + config.grid[0] * config.grid[1], dim))
+        self.positions = nn.Parameter(
+            torch.zeros(1, self.num_prefix_tokens + config.grid_size[0] * config.grid_size[1], dim)
+        )
 
         shortcuts = config.make_shortcuts()
         eps = config.eps_per_norm(2 * config.num_blocks + 1)
@@ -128,7 +130,7 @@ class UViT(Network):
         for out_block in self.out_blocks:
             x = out_block(x, taps.pop())
         patches = self.predictor(self.norm(x[:, self.num_prefix_tokens :]))
-        image = unpatchify(patches, self.config.patch_size, self.config.grid)
+        image = unpatchify(patches, self.config.patch_size, self.config.grid_size)
         return image if self.final_conv is None else self.final_conv(image)
 
     def embed(self, x: Tensor, t: Tensor, labels: Tensor | None) -> Tensor:

@@ -72,9 +72,9 @@ class VisionTransformer(Network):
         self.class_token = nn.Parameter(torch.zeros(1, 1, dim))
         self.position_scale = config.position_scale
         if config.positions == "learned":
-            self.positions = nn.Parameter(torch.zeros(1, 1 + config.grid[0] * config.grid[1], dim))
+            self.positions = nn.Parameter(torch.zeros(1, 1 + config.grid_size[0] * config.grid_size[1], dim))
         else:
-            self.register_buffer("positions", sincos_positions(dim, config.grid)[None], persistent=False)
+            self.register_buffer("positions", sincos_positions(dim, config.grid_size)[None], persistent=False)
 
         head_norm = config.num_classes > 0 and config.pool == "mean"
         eps = config.eps_per_norm(2 * depth + config.norm + head_norm)
@@ -142,12 +142,12 @@ class VisionTransformer(Network):
     def positions_for(self, grid: tuple[int, int]) -> tuple[Tensor | None, Tensor]:
         """Positions of the class token (None if it has none) and of the patches (N, D), for any grid."""
         if self.config.positions == "sincos":
-            if grid == self.config.grid:
+            if grid == self.config.grid_size:
                 return None, self.positions[0]
             return None, sincos_positions(self.config.dim, grid).to(self.positions)
         of_class, of_patches = self.positions[0, :1], self.positions[0, 1:]
-        if grid != self.config.grid:
-            table = of_patches.T.reshape(1, -1, *self.config.grid)
+        if grid != self.config.grid_size:
+            table = of_patches.T.reshape(1, -1, *self.config.grid_size)
             of_patches = F.interpolate(table, size=grid, mode="bicubic", antialias=True)[0].flatten(1).T
         return of_class, of_patches
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from anechoic.config import Config, OptimConfig, WatchConfig
+from anechoic.config import Config, MonitorConfig, OptimConfig
 from anechoic.recipes.pocket import pocket_mae_digits
 
 
@@ -19,7 +19,7 @@ def demo_mae() -> Config:
     return replace(
         base,
         optim=OptimConfig(batch_size=128, samples=76_800, lr=2e-3),
-        watch=WatchConfig(),
+        monitor=MonitorConfig(),
         threads=1,
     )
 

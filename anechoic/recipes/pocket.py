@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from anechoic.config import Config, DataConfig, ModelConfig, OptimConfig, ShortcutConfig, WatchConfig
+from anechoic.config import Config, DataConfig, ModelConfig, MonitorConfig, OptimConfig, ShortcutConfig
 
 
 def pocket_mae_digits() -> Config:
@@ -34,7 +34,7 @@ def pocket_mae_digits() -> Config:
         ),
         shortcut=ShortcutConfig(alpha_min=0.6),
         optim=OptimConfig(batch_size=128, epochs=100, lr=2e-3),
-        watch=WatchConfig(knn=1000),
+        monitor=MonitorConfig(knn=1000),
     )
 
 
@@ -53,7 +53,7 @@ def pocket_mae_scenes() -> Config:
         ),
         shortcut=ShortcutConfig(alpha_min=0.6),
         optim=OptimConfig(batch_size=128, epochs=20, lr=1e-3),
-        watch=WatchConfig(knn=2000),
+        monitor=MonitorConfig(knn=2000),
     )
 
 
@@ -69,7 +69,7 @@ def pocket_mae_cifar100() -> Config:
         base,
         data=replace(base.data, source="hf:cifar100:train"),
         optim=replace(base.optim, epochs=15),
-        watch=WatchConfig(knn=5000),
+        monitor=MonitorConfig(knn=5000),
     )
 
 

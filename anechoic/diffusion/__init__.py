@@ -1,0 +1,1 @@
+"""Diffusion and flow models: processes, samplers, generation."""

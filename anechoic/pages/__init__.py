@@ -1,1 +1,0 @@
-"""Static pages: HTML from what is already measured, without torch and without anything loaded from elsewhere."""

@@ -1,0 +1,1 @@
+"""The paper's tables and figures and the map: grids, trials, records, statistics and pages."""

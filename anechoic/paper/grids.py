@@ -1,0 +1,61 @@
+"""What a table or figure is made of: named variants of configs, the rows that show them, and the paper's numbers.
+
+A grid is data. It knows no runner, no page and no measurement; pocket.py and full.py fill it in for their scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from anechoic.config import Config
+from anechoic.paper.sweep import seeded
+from anechoic.paper.trial import EvalPlan, Trial
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A config with its evaluation; it is run once for every seed."""
+
+    config: Config
+    evaluation: EvalPlan
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table: what it is called, which variant it shows, and what the paper found (metric -> number)."""
+
+    label: str
+    variant: str
+    paper: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table or figure. group: the folder its records share with grids of the same variants."""
+
+    name: str
+    title: str
+    claim: str
+    """what the paper says, in our words"""
+    group: str
+    rows: Sequence[Row]
+    metrics: Mapping[str, str]
+    """key in a record -> what the table calls it"""
+    baseline: str
+    """the variant that every other row is compared with"""
+    kind: str = "table"
+    """how its page draws it"""
+    baselines: Sequence[str] = ()
+    """variants that have no row of their own but that rows are compared with"""
+
+    def needed(self) -> list[str]:
+        """Every variant that its page is made of, once."""
+        return list(dict.fromkeys([self.baseline, *(row.variant for row in self.rows), *self.baselines]))
+
+    def trials(self, variants: Mapping[str, Variant], seeds: Sequence[int]) -> list[Trial]:
+        return [
+            trial
+            for name in self.needed()
+            for trial in seeded(name, variants[name].config, variants[name].evaluation, seeds)
+        ]

@@ -1,0 +1,443 @@
+"""Pages from records: a Markdown file and pictures for every grid, the same bytes whenever the records are the same.
+
+Numbers come from reading.py, pictures are drawn by anechoic.report.figures; nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from anechoic.evals.analysis import pearson
+from anechoic.paper.grids import Grid, Row
+from anechoic.paper.pocket import SHOWN
+from anechoic.paper.statistics import (
+    Estimate,
+    Records,
+    crossover,
+    dig,
+    estimate,
+    extrapolate,
+    order_agreement,
+    verdict,
+)
+from anechoic.report import figures
+
+
+def write_page(grid: Grid, results: Path, out: Path, *, command: str) -> Path:
+    """docs page of one grid: claim, table, what follows, picture, and where the numbers come from."""
+    records = Records(results / grid.group)
+    out.mkdir(parents=True, exist_ok=True)
+    parts = [f"# {grid.title}", ""]
+    if grid.claim:
+        parts += [f"The paper's claim: {grid.claim}", ""]
+    parts += [*BODIES[grid.kind](grid, records, out), "", *provenance(grid, records, command)]
+    path = out / f"{grid.name}.md"
+    path.write_text("\n".join(parts).rstrip() + "\n")
+    return path
+
+
+def write_index(grids: Sequence[Grid], results: Path, out: Path, *, tally: bool = False) -> Path:
+    """The list of all pages with how much of each has been run; tally: there is a page of all pairs too."""
+    lines = ["# Evidence", "", INTRODUCTION, "", "| page | trials with a record | processor time |", "|---|---|---|"]
+    for grid in grids:
+        records = Records(results / grid.group)
+        shown = grid.needed()
+        count = sum(records.count(name) for name in shown)
+        seconds = sum(
+            record["processor_seconds"] for name in shown for record in records.by_variant.get(name, {}).values()
+        )
+        lines.append(f"| [{grid.title}]({grid.name}.md) | {count} | {seconds / 60:.0f} min |")
+    if tally:
+        lines += ["", "[The search for a setting that profits](tally.md) has every pair of the map in one table."]
+    path = out / "README.md"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+INTRODUCTION = (
+    "Every page here is written by `anechoic reproduce all --report docs/evidence` from the records in "
+    "`results/evidence`, one JSON file for each trained and evaluated network with its config, seed, commit, machine "
+    "and times. `anechoic reproduce NAME` runs what is missing; `anechoic reproduce --verify FILE` repeats one record. "
+    "Accuracies are per cent; ± is the half-width of a 95 % interval (Student's t over seeds); differences are formed "
+    "seed by seed. What the protocol is, and why it is so small, is said in [the protocol](../protocol.md)."
+)
+
+
+# ---- the usual table
+
+
+def table_body(grid: Grid, records: Records, out: Path) -> list[str]:
+    lines = [*measured_table(grid, records), "", *difference_table(grid, records), ""]
+    lines += [f"- {sentence}" for sentence in agreement(grid, records)]
+    keys = list(grid.metrics)[:4]
+    curves = {
+        grid.metrics[key]: {"here": [spot(row.label, records.mean(row.variant, key)) for row in grid.rows]}
+        for key in keys
+    }
+    figures.draw_estimates(curves, out / grid.name)
+    return [*lines, "", f"![{grid.title}]({grid.name}.png)"]
+
+
+def spot(label: str, found: Estimate) -> tuple[str, float, float]:
+    return label, found.mean, found.half or 0.0
+
+
+def measured_table(grid: Grid, records: Records) -> list[str]:
+    """Means over seeds, with the paper's numbers beside those it has."""
+    papers = [key for key in grid.metrics if any(key in row.paper for row in grid.rows)]
+    titles = [title + (" (paper)" if key in papers else "") for key, title in grid.metrics.items()]
+    lines = [line(["", *titles, "seeds"]), line(["---"] * (len(titles) + 2))]
+    for row in grid.rows:
+        cells = [cell(records.mean(row.variant, key), row.paper.get(key)) for key in grid.metrics]
+        diverged = records.diverged(row.variant)
+        seeds = f"{records.count(row.variant)}" + (f", {diverged} diverged" if diverged else "")
+        lines.append(line([row.label, *cells, seeds]))
+    return lines
+
+
+def cell(found: Estimate, paper: float | None) -> str:
+    text = "not run" if found.n == 0 else str(found)
+    return text if paper is None else f"{text} ({paper:g})"
+
+
+def difference_table(grid: Grid, records: Records) -> list[str]:
+    """Every row minus the baseline, and whether the sign is the paper's."""
+    label = next((row.label for row in grid.rows if row.variant == grid.baseline), grid.baseline)
+    base = next((row.paper for row in grid.rows if row.variant == grid.baseline), {})
+    lines = [line([f"minus *{label}*", *grid.metrics.values()]), line(["---"] * (len(grid.metrics) + 1))]
+    for row in grid.rows:
+        if row.variant == grid.baseline:
+            continue
+        cells = []
+        for key in grid.metrics:
+            found = records.difference(row.variant, grid.baseline, key)
+            paper = row.paper[key] - base[key] if key in row.paper and key in base else None
+            shown = "not run" if found.n == 0 else f"{signed(found)}, {verdict(found, paper)}"
+            cells.append(shown + (f" (paper {paper:+.1f})" if paper is not None else ""))
+        lines.append(line([row.label, *cells]))
+    return lines
+
+
+def signed(found: Estimate) -> str:
+    return f"{found.mean:+.2f}" + (f" ± {found.half:.2f}" if found.half is not None else "")
+
+
+def agreement(grid: Grid, records: Records) -> Iterator[str]:
+    """One sentence per metric the paper has: does the order of the rows agree?"""
+    for key, title in grid.metrics.items():
+        rows = [row for row in grid.rows if key in row.paper and records.mean(row.variant, key).n]
+        tau = order_agreement([records.mean(row.variant, key).mean for row in rows], [row.paper[key] for row in rows])
+        if tau is not None:
+            word = "the paper's" if tau > 0.5 else "the reverse of the paper's" if tau < -0.5 else "neither"
+            yield f"Order of the rows by {title}: {word} (Kendall's tau {tau:+.2f} over {len(rows)} rows)."
+
+
+def line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+# ---- over training, over depth
+
+
+def dynamics_body(grid: Grid, records: Records, out: Path) -> list[str]:
+    """Rank and accuracy at the kept checkpoints, and how they go together across alpha_min."""
+    ranks, accuracies = (
+        {row.label: over_time(records, row.variant, key) for row in grid.rows} for key in ("entropy_mean", "knn_mean")
+    )
+    curves = {
+        title: {label: [(float(seen), e.mean, e.half or 0.0) for seen, e in points.items()] for label, points in lines}
+        for title, lines in (
+            ("rank (entropy), mean token", ranks.items()),
+            ("k-NN, mean token (%)", accuracies.items()),
+        )
+    }
+    figures.draw_estimates(curves, out / grid.name, xlabel="samples seen")
+    lines = [line(["samples seen", *(row.label for row in grid.rows), "r (rank, k-NN)"])]
+    lines.append(line(["---"] * (len(grid.rows) + 2)))
+    for seen in sorted({seen for points in ranks.values() for seen in points}):
+        pairs = {label: (ranks[label][seen], accuracies[label][seen]) for label in ranks if seen in ranks[label]}
+        cells = [
+            f"{pairs[row.label][0]}; {pairs[row.label][1].mean:.2f}" if row.label in pairs else "not run"
+            for row in grid.rows
+        ]
+        lines.append(line([f"{seen:,}", *cells, correlation([(a.mean, b.mean) for a, b in pairs.values()])]))
+    note = (
+        "Each entry: effective rank (entropy, row-centred) with its interval; k-NN accuracy. r: Pearson's, across rows."
+    )
+    return [
+        *lines,
+        "",
+        note,
+        "",
+        *measured_table(grid, records),
+        "",
+        *difference_table(grid, records),
+        "",
+        f"![{grid.title}]({grid.name}.png)",
+    ]
+
+
+def correlation(pairs: Sequence[tuple[float, float]]) -> str:
+    """Pearson's coefficient with its interval; two points always lie on a line, so they say nothing."""
+    if len(pairs) < 3:
+        return "too few rows"
+    found = pearson([x for x, _ in pairs], [y for _, y in pairs])
+    low, high = (f"{x:.2f}" if not math.isnan(x) else "?" for x in (found.low, found.high))
+    return f"{found.r:+.2f} ({low} to {high})"
+
+
+def over_time(records: Records, variant: str, key: str) -> dict[int, Estimate]:
+    """samples seen -> estimate, at every checkpoint that all seeds have"""
+    tables = [
+        {row["seen"]: row[key] for row in metrics["over_time"]}
+        for metrics in records.metrics(variant).values()
+        if "over_time" in metrics
+    ]
+    common = sorted(set.intersection(*map(set, tables))) if tables else []
+    return {seen: estimate(table[seen] for table in tables) for seen in common}
+
+
+def layers_body(grid: Grid, records: Records, out: Path) -> list[str]:
+    """Rank over depth, a panel for each depth."""
+    curves: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
+    for row in grid.rows:
+        panel, _, name = row.label.partition(", ")
+        values = records.curve(row.variant, "layers.mean.entropy")
+        curves.setdefault(panel, {})[name] = [(float(i), e.mean, e.half or 0.0) for i, e in enumerate(values)]
+    figures.draw_estimates(curves, out / grid.name, xlabel="block", ylabel="rank (entropy)")
+    lines = [*measured_table(grid, records), ""]
+    lines += [
+        line(["at equal depth, against alpha_min 1", *grid.metrics.values()]),
+        line(["---"] * (len(grid.metrics) + 1)),
+    ]
+    for row in grid.rows:
+        base = row.variant.split("-")[0] + "-alpha1"
+        if row.variant != base:
+            cells = [
+                f"{signed(found)}, {verdict(found, None)}" if found.n else "not run"
+                for found in (records.difference(row.variant, base, key) for key in grid.metrics)
+            ]
+            lines.append(line([row.label, *cells]))
+    return [*lines, "", f"![{grid.title}]({grid.name}.png)"]
+
+
+def blocks_body(grid: Grid, records: Records, out: Path) -> list[str]:
+    """Accuracy after every block, and what each row is ahead of the baseline at the same block."""
+    panels = {"layers.mean.knn": "k-NN, mean token (%)", "layers.class.knn": "k-NN, class token (%)"}
+    curves = {
+        title: {
+            row.label: [(float(i), e.mean, e.half or 0.0) for i, e in enumerate(records.curve(row.variant, key))]
+            for row in grid.rows
+        }
+        for key, title in panels.items()
+    }
+    figures.draw_estimates(curves, out / grid.name, xlabel="block (0: embedding)")
+    depth = max(1, *(len(points) for points in curves["k-NN, mean token (%)"].values()))
+    lines = []
+    for key, title in panels.items():
+        lines += [line([f"{title}, after block", *map(str, range(depth))]), line(["---"] * (depth + 1))]
+        for row in grid.rows:
+            cells = [str(e) for e in records.curve(row.variant, key)] or ["not run"] * depth
+            lines.append(line([row.label, *cells]))
+            if row.variant != grid.baseline:
+                gaps = [records.difference(row.variant, grid.baseline, f"{key}.{i}") for i in range(depth)]
+                lines.append(line(["its lead at the same block", *(f"{signed(e)}" if e.n else "" for e in gaps)]))
+        lines.append("")
+    return [*lines, f"![{grid.title}]({grid.name}.png)"]
+
+
+def early_body(grid: Grid, records: Records, out: Path) -> list[str]:
+    """The layer that was chosen beforehand, then all of them."""
+    return [
+        *measured_table(grid, records),
+        "",
+        *difference_table(grid, records),
+        "",
+        *blocks_body(grid, records, out),
+    ]
+
+
+def norms_body(grid: Grid, records: Records, out: Path) -> list[str]:
+    """The norm of the last block's tokens over training, with and without zero-initialised branches."""
+    curves: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
+    for row in grid.rows:
+        panel, _, name = row.label.partition(", ")
+        tables = [metrics["training"] for metrics in records.metrics(row.variant).values()]
+        points = []
+        for looks in zip(*tables, strict=False):
+            mean = estimate(look["token_norm"][-1] for look in looks)
+            points.append((float(looks[0]["seen"]), mean.mean, mean.half or 0.0))
+        curves.setdefault(panel, {})[name] = points
+    figures.draw_estimates(curves, out / grid.name, xlabel="samples seen", ylabel="token norm, last block")
+    return [
+        *measured_table(grid, records),
+        "",
+        *difference_table(grid, records),
+        "",
+        f"![{grid.title}]({grid.name}.png)",
+    ]
+
+
+# ---- the map
+
+
+def length_body(grid: Grid, records: Records, out: Path) -> list[str]:
+    """Decayed minus residual at every checkpoint of the long runs: where the sign turns, or where it should."""
+    (residual, decayed) = (grid.rows[0].variant, grid.rows[1].variant)
+    keys = {
+        "knn_mean": "k-NN, mean token",
+        "knn_class": "k-NN, class token",
+        "knn_standardised_mean": "k-NN, mean token standardised",
+        "knn_standardised_class": "k-NN, class token standardised",
+    }
+    curves: dict[str, dict[str, list[tuple[float, float, float]]]] = {"decayed minus residual (points)": {}}
+    rows: dict[int, list[str]] = {}
+    sentences = []
+    for key, title in keys.items():
+        seeds, per_seed, seen = paired_over_time(records, decayed, residual, key)
+        if not seeds:
+            continue
+        found = [estimate(values) for values in zip(*per_seed, strict=True)]
+        curves["decayed minus residual (points)"][title] = [
+            (float(x), e.mean, e.half or 0.0) for x, e in zip(seen, found, strict=True)
+        ]
+        for x, e in zip(seen, found, strict=True):
+            rows.setdefault(x, []).append(f"{signed(e)}, {verdict(e, None)}")
+        sentences.append(f"{title}: {onset_words(seen, per_seed, found)}")
+    lines = [line(["samples seen", *keys.values()]), line(["---"] * (len(keys) + 1))]
+    lines += [line([f"{seen:,}", *cells]) for seen, cells in rows.items()]
+    figures.draw_estimates(curves, out / grid.name, xlabel="samples seen")
+    return [
+        *lines,
+        "",
+        *(f"- {sentence}" for sentence in sentences),
+        "",
+        *measured_table(grid, records),
+        "",
+        *difference_table(grid, records),
+        "",
+        f"![{grid.title}]({grid.name}.png)",
+    ]
+
+
+def paired_over_time(
+    records: Records, ours: str, base: str, key: str
+) -> tuple[list[int], list[list[float]], list[int]]:
+    """(seeds, a list of differences per seed, samples seen) at the checkpoints that all runs have."""
+    a, b = records.metrics(ours), records.metrics(base)
+    seeds = sorted(seed for seed in a.keys() & b.keys() if "over_time" in a[seed] and "over_time" in b[seed])
+    tables = {
+        seed: [{row["seen"]: row[key] for row in metrics[seed]["over_time"]} for metrics in (a, b)] for seed in seeds
+    }
+    common = [set(part) for pair in tables.values() for part in pair]
+    seen = sorted(set.intersection(*common)) if common else []
+    return seeds, [[tables[seed][0][x] - tables[seed][1][x] for x in seen] for seed in seeds], seen
+
+
+def onset_words(seen: Sequence[int], per_seed: Sequence[Sequence[float]], found: Sequence[Estimate]) -> str:
+    if all(e.sign > 0 for e in found):
+        return "decay is ahead at every length measured."
+    if all(e.mean >= 0 for e in found):
+        return "decay is ahead on average at every length measured, but not beyond the spread of seeds everywhere."
+    turned = crossover([float(x) for x in seen], [e.mean for e in found])
+    if turned is not None:
+        return f"the mean difference turns positive at about {turned:,.0f} samples."
+    onset = extrapolate([float(x) for x in seen], per_seed)
+    if onset.slope <= 0 or onset.at is None:
+        return f"no onset in sight: the difference changes by {onset.slope:+.2f} points per doubling of the length."
+    high = f"{onset.high:,.0f}" if onset.high is not None else "never"
+    low = f"{onset.low:,.0f}" if onset.low is not None else "never"
+    return (
+        f"still behind; {onset.slope:+.2f} points per doubling of the length put the onset at about {onset.at:,.0f} "
+        f"samples (95 % of resampled seeds: {low} to {high}), if the line goes on."
+    )
+
+
+def axes_body(grid: Grid, records: Records, out: Path) -> list[str]:
+    """Decayed minus residual, each pair with its own residual baseline."""
+    keys = [key for key in grid.metrics if key != "entropy"]
+    lines = [line(["decayed minus its residual baseline", *(grid.metrics[key] for key in keys), "seeds"])]
+    lines.append(line(["---"] * (len(keys) + 2)))
+    curves: dict[str, dict[str, list[tuple[str, float, float]]]] = {
+        grid.metrics[key]: {"difference": []} for key in keys[:4]
+    }
+    for row in grid.rows:
+        baseline = baseline_of(row)
+        found = {key: records.difference(row.variant, baseline, key) for key in keys}
+        lines.append(
+            line(
+                [
+                    row.label,
+                    *(f"{signed(e)}, {verdict(e, None)}" if e.n else "not run" for e in found.values()),
+                    str(next(iter(found.values())).n),
+                ]
+            )
+        )
+        for key in keys[:4]:
+            if found[key].n:
+                curves[grid.metrics[key]]["difference"].append(spot(row.label, found[key]))
+    figures.draw_estimates(curves, out / grid.name, zero=True)
+    return [*lines, "", *measured_table(grid, records), "", f"![{grid.title}]({grid.name}.png)"]
+
+
+def baseline_of(row: Row) -> str:
+    """The residual variant that differs from the row's in alpha alone."""
+    name = row.variant.rpartition("-")[0]
+    return f"{name}-alpha1"
+
+
+def pictures_body(grid: Grid, records: Records, out: Path) -> list[str]:
+    """The first seed's pictures, as the record keeps them."""
+    lines = [*measured_table(grid, records), ""]
+    for row in grid.rows:
+        kept = {seed: metrics for seed, metrics in records.metrics(row.variant).items() if "pictures" in metrics}
+        for seed, metrics in sorted(kept.items())[:1]:
+            path = draw_kept(metrics["pictures"], SHOWN[grid.name], out / f"{grid.name}-{row.variant}", row.label)
+            lines += [f"![{row.label}, seed {seed}]({path.name})", ""]
+    return lines
+
+
+def draw_kept(pictures: dict, kind: str, path: Path, title: str) -> Path:
+    from anechoic.paper.judging import unpacked
+
+    kept = pictures[kind]
+    if kind == "map":
+        points, labels = np.array(kept["points"]), np.array(kept["labels"])
+        return figures.draw_tsne(points, labels, path, names=kept["names"], title=title)[0]
+    arrays = {name: unpacked(value) for name, value in kept.items()}
+    if kind == "colours":
+        return figures.draw_maps(arrays["images"], arrays["colours"], path, title=title)[0]
+    hidden = arrays["hidden"] > 0.5
+    return figures.draw_reconstructions(arrays["images"], hidden, arrays["predictions"], path, title=title)[0]
+
+
+BODIES = {
+    "table": table_body,
+    "dynamics": dynamics_body,
+    "layers": layers_body,
+    "norms": norms_body,
+    "blocks": blocks_body,
+    "early": early_body,
+    "length": length_body,
+    "axes": axes_body,
+    "pictures": pictures_body,
+}
+
+
+def provenance(grid: Grid, records: Records, command: str) -> list[str]:
+    shown = [r for name in grid.needed() for r in records.by_variant.get(name, {}).values()]
+    if not shown:
+        return [f"No trial of this page has a record yet. Run `{command}`."]
+    minutes = sum(record["processor_seconds"] for record in shown) / 60
+    commits = ", ".join(sorted({(record["commit"] or "?")[:12] for record in shown}))
+    machines = "; ".join(sorted({f"{r['machine']['processor']}, torch {r['machine']['torch']}" for r in shown}))
+    samples = sorted({dig(record, "config.optim.samples") for record in shown})
+    length = " and ".join(f"{count:,}" for count in samples)
+    return [
+        f"{len(shown)} records in `results/evidence/{grid.group}`, {length} samples each, {minutes:.0f} processor "
+        f"minutes in all, evaluation included; commit {commits}; {machines}. `{command}` runs what is missing."
+    ]

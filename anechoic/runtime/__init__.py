@@ -1,0 +1,1 @@
+"""The run on its machine: its directory, checkpoints, processes, signals and progress."""

@@ -1,0 +1,264 @@
+"""The tensors of a run on disk: written whole or not at all, checked when read, and loaded as a model again.
+
+A checkpoint is a directory of safetensors files (model, optimizer, and ema if the run averages weights), `config.json`
+(which network this is and how its images are prepared) and `state.json` (progress and the checksum of every file).
+It knows no training loop. Nothing here can run code when it is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from anechoic.errors import UserError
+from anechoic.models import build, family_of, from_json, to_json
+from anechoic.models.layers import check_marks
+from anechoic.runtime.run import read_json, write_json
+
+log = logging.getLogger("anechoic")
+
+FORMAT = "anechoic/1"
+
+
+class DamagedError(Exception):
+    """A checkpoint whose files are not what was written."""
+
+
+# ---- writing
+
+
+def model_card(model: nn.Module, preprocess: Mapping[str, Any]) -> dict[str, Any]:
+    """What `config.json` says beside the weights. preprocess: mean, std, image_size, channels."""
+    config = to_json(model.config)  # type: ignore[arg-type]
+    return {"format": FORMAT, "family": config["family"], "config": config, "preprocess": dict(preprocess)}
+
+
+def save(
+    folder: Path, *, seen: int, tensors: Mapping[str, Mapping[str, Tensor]], card: Mapping[str, Any], state: Mapping
+) -> Path:
+    """Write the checkpoint `folder/SEEN`. tensors: file name without suffix -> its tensors. OSError if it fails."""
+    final = folder / f"{seen:012d}"
+    temporary = folder / f".new-{final.name}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        remove(temporary)
+        temporary.mkdir()
+        for name, values in tensors.items():
+            write_tensors(temporary / f"{name}.safetensors", values)
+        write_json(temporary / "config.json", card)
+        checksums = {file.name: checksum(file) for file in sorted(temporary.iterdir())}
+        write_json(temporary / "state.json", {"seen": seen, **state, "checksums": checksums})
+        flush(temporary)
+        remove(final)  # only a damaged one can be there
+        os.rename(temporary, final)
+        flush(folder)
+    except SafetensorError as problem:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise OSError(str(problem)) from problem
+    except OSError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return final
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    # Contiguous copies: safetensors refuses views, and tied tensors are written twice.
+    save_file({name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}, path)
+    flush(path)
+
+
+def flush(path: Path) -> None:
+    """Force a file or a directory's entries onto the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def checksum(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def remove(directory: Path) -> None:
+    """Delete a checkpoint; its name goes first, so that a crash leaves no half of one."""
+    if directory.exists():
+        doomed = directory.with_name(f".old-{directory.name.lstrip('.')}")
+        shutil.rmtree(doomed, ignore_errors=True)
+        os.rename(directory, doomed)
+        shutil.rmtree(doomed)
+
+
+def prune(folder: Path, *, keep_last: int, keep_every: int = 0, spacing: int = 1) -> None:
+    """Delete all but the newest keep_last checkpoints and the first one from each multiple of keep_every on (0: none).
+
+    spacing: the samples between two checkpoints.
+    """
+    for path in checkpoints(folder)[:-keep_last]:
+        if not (keep_every and int(path.name) >= keep_every and int(path.name) % keep_every < spacing):
+            remove(path)
+
+
+# ---- reading
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(path for path in folder.glob("[0-9]*") if path.is_dir())
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """The checkpoint's state, after comparing every file with its checksum."""
+    try:
+        state = json.loads((path / "state.json").read_text())
+        for name, expected in state["checksums"].items():
+            if checksum(path / name) != expected:
+                raise DamagedError(f"{name} is not what was written")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise DamagedError(str(problem)) from problem
+    return state
+
+
+def latest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The newest good checkpoint and its state; None if there is none at all. Damaged ones are passed over."""
+    found = checkpoints(folder)
+    for path in reversed(found):
+        try:
+            return path, verify(path)
+        except DamagedError as problem:
+            log.warning("The checkpoint %s is damaged (%s); falling back to the one before.", path, problem)
+    if found:
+        raise UserError(f"Every checkpoint in {folder} is damaged: restore one, or start again in another directory.")
+    return None
+
+
+def read_tensors(path: Path, name: str) -> dict[str, Tensor]:
+    return load_file(path / f"{name}.safetensors")
+
+
+# ---- optimiser state as named tensors
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """{"blocks.0.norm1.weight/exp_avg": ..., ...}; groups and rates are functions of config and progress."""
+    return {
+        f"{name}/{key}": value
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["names"], group["params"], strict=True)
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    parameters = {
+        name: parameter
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["names"], group["params"], strict=True)
+    }
+    for full_name, value in tensors.items():
+        name, key = full_name.rsplit("/", 1)
+        # The step count stays where a fused optimiser wants it: with its parameter.
+        optimizer.state[parameters[name]][key] = value.to(parameters[name].device)
+
+
+# ---- models
+
+
+def export_weights(run: str | Path) -> Path:
+    """Write `RUN/model` from the run's newest good checkpoint, the averaged weights if it keeps them; returns it."""
+    run = Path(run)
+    found = latest(run / "checkpoints")
+    if found is None:
+        raise UserError(f"{run} has no checkpoint yet: train it first.")
+    return write_model(run / "model", *_weights(found[0]))
+
+
+def write_model(path: Path, tensors: Mapping[str, Tensor], card: Mapping[str, Any]) -> Path:
+    """A model directory: model.safetensors and config.json, replaced as a whole."""
+    temporary = path.with_name(f".new-{path.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    write_tensors(temporary / "model.safetensors", tensors)
+    write_json(temporary / "config.json", card)
+    remove(path)
+    os.rename(temporary, path)
+    return path
+
+
+def _weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The weights to use and the card of a model directory or checkpoint."""
+    averaged = (path / "ema.safetensors").exists()
+    try:
+        return read_tensors(path, "ema" if averaged else "model"), read_json(path / "config.json")
+    except (OSError, SafetensorError) as problem:
+        raise UserError(f"{path} holds no readable weights ({problem}).") from problem
+
+
+def model_directory(path: str | Path) -> Path:
+    """Where the weights are: the directory itself, a finished run's `model`, or a run's newest good checkpoint."""
+    path = Path(path)
+    if not path.is_dir():
+        raise UserError(f"There is no run or model directory {path}.")
+    if (path / "model.safetensors").exists():
+        return path
+    # A run that goes on after its weights were exported has newer ones.
+    finished = (path / "results.json").exists() or not checkpoints(path / "checkpoints")
+    if finished and (path / "model").is_dir():
+        return path / "model"
+    found = latest(path / "checkpoints")
+    if found is None:
+        raise UserError(f"{path} holds no weights: it is no run, model or checkpoint directory, or has not saved yet.")
+    return found[0]
+
+
+def load(path: str | Path) -> Any:
+    """The model of a run, model or checkpoint directory, in eval mode, with `.config` and `.preprocess`.
+
+    Of a run that averages its weights, the averaged ones.
+    """
+    tensors, card = _weights(model_directory(path))
+    if card.get("format") != FORMAT:
+        raise UserError(f"{path} has the format {card.get('format')!r}; this version reads {FORMAT!r}.")
+    model: Any = build(from_json(card["config"]))
+    model.load_state_dict(tensors)
+    model.preprocess = card["preprocess"]
+    return model.eval()
+
+
+@torch.no_grad()
+def start_from(model: Any, path: str | Path) -> None:
+    """Copy the weights of a run, model or checkpoint directory into a new model of the same architecture.
+
+    A vision transformer also takes a masked autoencoder's encoder; its head and norms may be new, and learned positions
+    start at the encoder's fixed ones.
+    """
+    source: Any = load(path)
+    into_vit = family_of(model.config) == "vit"
+    if into_vit and family_of(source.config) == "mae":
+        source = source.encoder
+    weights = source.state_dict()
+    if into_vit and model.config.positions == "learned" and "positions" not in weights:
+        weights["positions"] = F.pad(source.positions * source.config.position_scale, (0, 0, 1, 0))
+    own = model.state_dict()
+    strangers = [name for name in own.keys() ^ weights.keys() if not (into_vit and name.startswith(("head", "norm.")))]
+    strangers += [name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape]
+    check_marks(model, weights)
+    if strangers:
+        raise UserError(
+            f"The weights in {path} do not fit this network (they differ in {min(strangers)} and {len(strangers) - 1} "
+            "more): give the run the same model and options."
+        )
+    model.load_state_dict(weights, strict=False)

@@ -1,0 +1,121 @@
+"""What a config is made into: the data, the model, its optimiser, and how images are prepared for it.
+
+It does not train; the engine does, and whoever rebuilds a run to look at it uses the same functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anechoic.config import Config, OptimConfig, to_json
+from anechoic.data import Source, normalise, open_source
+from anechoic.data.latents import Latents, is_latents
+from anechoic.errors import UserError
+from anechoic.models import build_model, model_config
+from anechoic.train.muon import Muon
+from anechoic.train.objectives import NEED_LABELS, TRAINS, make_objective
+from anechoic.train.optim import parameter_groups
+
+
+def open_data(config: Config) -> Source:
+    """The run's source; with labels only if something asks for them."""
+    data = config.data
+    if not data.source:
+        raise UserError("No data is given: name it with --data.source.")
+    labels = data.labels or config.monitor.knn > 0 or config.objective.name in NEED_LABELS
+    if is_latents(data.source):
+        return Latents(data.source, labels=labels)
+    return open_source(data.source, labels=labels, channels=data.channels, size=data.image_size)
+
+
+def model_options(config: Config) -> dict[str, Any]:
+    shortcut = config.shortcut
+    return {
+        "image_size": config.data.image_size,
+        "in_channels": config.data.channels,
+        "alpha_min": shortcut.alpha_min,
+        "schedule": shortcut.schedule,
+        "form": shortcut.form,
+        **config.model.options,
+    }
+
+
+def make_model(config: Config) -> Any:
+    return build_model(config.model.name, **model_options(config))
+
+
+def check(config: Config) -> None:
+    """Refuse a misspelt model, option or objective before any data is opened; nothing is allocated."""
+    make_objective(config.objective.name, **config.objective.options)
+    wanted = TRAINS.get(config.objective.name, "")
+    if not config.model.name.startswith(wanted):
+        raise UserError(
+            f"{config.objective.name} trains a {wanted} model, not {config.model.name}: choose one of those."
+        )
+    model_config(config.model.name, **model_options(config))
+    if config.compile and config.shortcut.anneal:
+        raise UserError(
+            "A compiled network has its alphas built in, so they cannot fade in: set shortcut.anneal to 0 or compile "
+            "to false."
+        )
+
+
+def describe(config: Config, model: nn.Module, run_dir: Path, *, seen: int) -> str:
+    """The frozen config, a line per section, and what it comes to."""
+    sections = {name: value for name, value in to_json(config).items() if isinstance(value, dict)}
+    lines = [
+        f"  {name}: " + ", ".join(f"{key} {value}" for key, value in section.items())
+        for name, section in sections.items()
+    ]
+    rest = [f"{name} {value}" for name, value in to_json(config).items() if name not in sections and value != ""]
+    assert config.optim.samples is not None
+    weights = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    left = (config.optim.samples - seen) // config.optim.batch_size
+    start = f"going on after {seen:,} samples" if seen else "starting"
+    return "\n".join(
+        [f"{run_dir}: {start}, {weights:,} weights, {left:,} updates to go", *lines, "  " + ", ".join(rest)]
+    )
+
+
+def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW, one fused kernel per group of parameters; or Muon, with AdamW for what is no matrix of the body."""
+    groups = parameter_groups(
+        model,
+        algorithm=optim.algorithm,
+        weight_decay=optim.weight_decay,
+        decayed=optim.decayed,
+        exempt=optim.exempt,
+        layer_decay=optim.layer_decay,
+    )
+    if optim.algorithm == "muon":
+        return Muon(groups, momentum=optim.momentum, betas=optim.betas, eps=optim.eps)
+    return torch.optim.AdamW(groups, lr=0.0, betas=optim.betas, eps=optim.eps, fused=True)
+
+
+def preprocess(config: Config) -> dict[str, Any]:
+    """What whoever uses the model must do to images first."""
+    data = config.data
+    assert data.mean is not None
+    assert data.std is not None
+    return {
+        "mean": list(data.mean),
+        "std": list(data.std),
+        "image_size": data.image_size,
+        "channels": data.channels,
+    }
+
+
+def preparation(config: Config, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """uint8 images from the loader -> normalised floats on the device; what is no pixels (latents) stays as it is."""
+    how = preprocess(config)
+
+    def prepare(images: Tensor) -> Tensor:
+        images = images.to(device, non_blocking=True)
+        return normalise(images, how["mean"], how["std"]) if images.dtype == torch.uint8 else images.float()
+
+    return prepare

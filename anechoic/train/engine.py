@@ -1,0 +1,382 @@
+"""Training: `fit(config, run_dir)`, one loop for every objective, that goes on bit for bit where it was stopped.
+
+It knows every other room and has no classes to inherit from; loss, schedule, averages and judges are defined elsewhere.
+Progress is `seen`, the number of samples of finished updates; every interval and budget is counted in it. (Appendix A.)
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import sys
+import time
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anechoic.config import Config, adopt, differences, from_json, resolve, to_json
+from anechoic.data import Augment, Loader, Source, Subset
+from anechoic.errors import UserError
+from anechoic.models.layers import choose_path
+from anechoic.outcome import Outcome
+from anechoic.rng import Draws
+from anechoic.runtime import checkpoint
+from anechoic.runtime.determinism import freeze_garbage, reproducible
+from anechoic.runtime.distributed import (
+    InterruptedRun,
+    World,
+    accelerators,
+    average_gradients,
+    from_first,
+    join,
+    launch,
+    parallel,
+    total,
+    under_launcher,
+    without_averaging,
+)
+from anechoic.runtime.progress import Progress
+from anechoic.runtime.run import Run, read_json, read_metrics
+from anechoic.runtime.signals import Stop, catch_signals
+from anechoic.shortcut import Annealing
+from anechoic.train.build import check, describe, make_model, make_optimizer, open_data, preparation, preprocess
+from anechoic.train.monitor import Samples, make_monitor, split_indices
+from anechoic.train.objectives import Objective, make_objective
+from anechoic.train.optim import AveragedWeights, gradient_norm, learning_rate, set_learning_rate
+
+log = logging.getLogger("anechoic")
+
+
+class DivergedError(UserError):
+    """The loss or the gradient is no longer a number."""
+
+
+# ---- the loop
+
+
+def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[str, Any]:
+    """Train what the config says in run_dir, or go on with it, and return the content of its results.json.
+
+    A finished run returns its results at once. After SIGTERM or Ctrl-C it saves, then raises InterruptedRun. verbose
+    shows the frozen config and the progress on the standard error stream.
+    """
+    run_dir = Path(run_dir)
+    devices = number_of_processes(config, run_dir)
+    if devices > 1 and not under_launcher():
+        return launch(partial(fit, verbose=verbose), config, run_dir, devices=devices)
+
+    with ExitStack() as stack:
+        stop = stack.enter_context(catch_signals())
+        world = stack.enter_context(join())
+
+        # The first process owns the run directory; all of them open the data and agree on one frozen config.
+        opened: list[Run] = []
+        from_first(world, lambda: opened.append(stack.enter_context(Run(run_dir))))
+        run = opened[0] if opened else None
+        source = open_data(config)
+        config = from_json(from_first(world, lambda: to_json(resolve_config(config, run, source, world))))
+        results = from_first(world, lambda: run.results if run else None)
+        if results is not None:
+            return results
+        data, optim = config.data, config.optim
+        assert data.holdout is not None
+        assert optim.samples is not None
+        assert optim.lr is not None
+        check(config)
+        stack.enter_context(reproducible(threads=config.threads or 1))
+
+        # Build the model, its objective, and what moves its weights. Initial weights depend on the seed alone.
+        torch.manual_seed(config.seed)
+        model = make_model(config).to(world.device)
+        if config.init_from:
+            checkpoint.start_from(model, config.init_from)
+        choose_path(model, unfused=config.unfused, recompute=config.recompute)
+        objective = make_objective(config.objective.name, **config.objective.options)
+        optimizer = make_optimizer(model, optim)
+        lr_at = partial(
+            learning_rate,
+            samples=optim.samples,
+            lr=optim.lr,
+            warmup=optim.warmup,
+            schedule=optim.schedule,
+            min_lr=optim.min_lr,
+        )
+        anneal = Annealing.of(model, share=config.shortcut.anneal) if config.shortcut.anneal else None
+        average = AveragedWeights(model, decay=optim.ema) if optim.ema else None
+        card = checkpoint.model_card(model, preprocess(config))
+
+        # Resume: the newest good checkpoint, and the metrics up to it.
+        seen, sums = 0, {"count": 0.0}
+        found = from_first(world, lambda: checkpoint.latest(run_dir / "checkpoints"))
+        if found is not None:
+            path, state = found
+            model.load_state_dict(checkpoint.read_tensors(path, "model"))
+            checkpoint.restore_optimizer(optimizer, checkpoint.read_tensors(path, "optimizer"))
+            if average is not None:
+                average.load(checkpoint.read_tensors(path, "ema"))
+            seen, sums = state["seen"], state["sums"]
+        if run is not None:
+            run.rewind(seen)
+            run.start(to_json(config))
+            if verbose:
+                print(describe(config, model, run_dir, seen=seen), file=sys.stderr, flush=True)
+        resumed = found is not None
+
+        # Data: what is trained on, in an order that is a function of (seed, seen); what is only looked at.
+        train_indices, held_out_indices = split_indices(len(source), holdout=data.holdout)
+        loader = Loader(
+            Subset(source, train_indices),
+            image_size=data.image_size,
+            batch_size=optim.batch_size,
+            seed=config.seed,
+            augment=Augment(kind=data.augment, scale=data.scale, flip=data.flip),
+            shuffle=True,
+            drop_last=True,
+            start=seen,
+            workers=data.workers or 0,
+            rank=world.rank,
+            world_size=world.size,
+        )
+        batches = iter(loader)
+        prepare = preparation(config, world.device)
+        monitor = None
+        if run is not None and data.holdout:
+            monitor = make_monitor(config, objective, source, train_indices, held_out_indices, prepare=prepare)
+
+        # One forward of the model and its objective is what processes average the gradient of.
+        task = Task(model, objective, seed=config.seed, compiled=config.compile)
+        trained = parallel(world, task)
+        autocast = (
+            torch.autocast(world.device.type, dtype=torch.bfloat16) if config.precision == "bfloat16" else nullcontext()
+        )
+        progress = stack.enter_context(
+            Progress(
+                samples=optim.samples,
+                seen=seen,
+                shown=verbose and run is not None,
+                tensorboard=run_dir / "tensorboard" if config.monitor.tensorboard and run is not None else None,
+            )
+        )
+        clock, clock_seen = time.perf_counter(), seen
+        started = clock
+        frozen_garbage = False
+        model.train()
+
+        while True:
+            done = seen >= optim.samples
+            if anneal is not None:
+                anneal.set(seen / optim.samples)
+
+            # What is due at this point was done before if a checkpoint of this point was loaded.
+            if not resumed and run is not None:
+                # Report the means since the last report.
+                if sums["count"] and (due(seen, config.monitor.report, optim.batch_size) or done):
+                    count, now = sums.pop("count"), time.perf_counter()
+                    record = {"kind": "train", "seen": seen, **{name: value / count for name, value in sums.items()}}
+                    record["lr"] = lr_at(seen)
+                    record["seconds"] = round(now - clock, 3)
+                    record["images_per_second"] = round((seen - clock_seen) / (now - clock), 1)
+                    run.append(record)
+                    progress.record(record)
+                    sums, clock, clock_seen = {"count": 0.0}, now, seen
+
+                # Evaluate on held-out samples.
+                if monitor is not None and (due(seen, config.monitor.every, optim.batch_size) or done):
+                    record = {"kind": "validation", "seen": seen, **monitor.measure(model)}
+                    run.append(record)
+                    progress.record(record)
+
+                # Save; a disk that refuses does not end the run.
+                if seen and (due(seen, config.save.every, optim.batch_size) or done or stop.agreed):
+                    tensors = {"model": model.state_dict(), "optimizer": checkpoint.optimizer_tensors(optimizer)}
+                    if average is not None:
+                        tensors["ema"] = average.tensors
+                    run.list_skipped(loader.skipped)
+                    saved = save(run, config, seen=seen, tensors=tensors, card=card, state={"sums": sums})
+                    if done and not saved:
+                        raise UserError(
+                            f"The trained weights could not be saved in {run_dir}: make room there and give the same "
+                            "command again, which goes on from the last good checkpoint."
+                        )
+            resumed = False
+
+            # Stop.
+            if stop.agreed and not done:
+                if run is not None:
+                    log.warning("Stopped after %d of %d samples; the same command goes on.", seen, optim.samples)
+                raise InterruptedRun(stop.agreed)
+            if done:
+                break
+
+            # Step: the gradient of the whole batch, part by part; then the weights move.
+            set_learning_rate(optimizer, lr_at(seen))
+            step: dict[str, Tensor] = {}
+            parts = split(next(batches), optim.accumulate)
+            # Layers that draw for themselves (drop path) do so as a function of progress, so that they resume too.
+            torch.manual_seed(step_seed(config.seed, seen, world))
+            for i, (images, ids, visits, labels) in enumerate(parts):
+                with without_averaging(trained, active=i + 1 < len(parts)):
+                    with autocast:
+                        losses = trained(prepare(images), *to_device(world.device, ids, visits, labels))
+                    (losses["loss"] / len(parts)).backward()
+                for name, value in losses.items():
+                    step[name] = step.get(name, 0) + value.detach() / (len(parts) * world.size)
+            average_gradients(trained)
+            step["gradient_norm"] = gradient_norm(model.parameters(), clip=optim.clip) / world.size
+            values = agree(world, step, stop)
+            if not all(math.isfinite(value) for value in values.values()):
+                raise DivergedError(diverged_sentence(seen, config, run_dir))
+            optimizer.step()
+            optimizer.zero_grad()
+            if average is not None:
+                average.update(model)
+            seen += optim.batch_size
+            for name, value in values.items():
+                sums[name] = sums.get(name, 0.0) + value
+            sums["count"] += 1
+            if not frozen_garbage:
+                freeze_garbage()
+                frozen_garbage = True
+            progress.advance(optim.batch_size, loss=values["loss"])
+
+        # The end: the weights as a model directory, and what the run came to.
+        return from_first(world, lambda: finish(config, run, seconds=time.perf_counter() - started))
+
+
+# ---- its parts, in the order of their use
+
+
+def number_of_processes(config: Config, run_dir: Path) -> int:
+    """As asked for, else as the run began, else one per accelerator."""
+    available = accelerators()
+    path = run_dir / "config.json"
+    before = read_json(path)["devices"] if path.exists() else None
+    devices = config.devices or before or max(1, available)
+    if available and devices > available and not under_launcher():
+        raise UserError(f"There are {available} accelerators here, so devices cannot be {devices}: lower it.")
+    return devices
+
+
+def resolve_config(config: Config, run: Run | None, source: Source, world: World) -> Config:
+    """The frozen config: every open choice made, or taken from the run that is there; another run is refused."""
+    assert run is not None, "only the first process resolves"
+    if config.devices not in (None, world.size):
+        raise UserError(f"{world.size} processes were started, but devices is {config.devices}: make them equal.")
+    asked = replace(config, devices=world.size, data=replace(config.data, fingerprint=source.fingerprint))
+    saved = run.read_config()
+    if saved is None:
+        return resolve(
+            asked,
+            size=len(source),
+            fingerprint=source.fingerprint,
+            accelerators=accelerators(),
+            cores=torch.get_num_threads(),
+        )
+    frozen = from_json(saved)
+    changed = differences(frozen, adopt(asked, frozen))
+    if changed:
+        raise UserError(
+            f"The run {run.path} was made with other settings ({'; '.join(changed)}): give the same ones to go on with "
+            f"it, choose another directory, or start a new run from its weights with --init-from {run.path}."
+        )
+    return frozen
+
+
+class Task(nn.Module):
+    """The model under its objective, as one forward: the objective sees the bare model, the processes one module."""
+
+    def __init__(self, model: nn.Module, objective: Objective, *, seed: int, compiled: bool = False) -> None:
+        super().__init__()
+        self.model, self.objective, self.seed = model, objective, seed
+        # In a tuple, so that its weights are not counted twice; whoever looks into the model sees the one above.
+        self.called = (torch.compile(model) if compiled else model,)
+
+    def forward(self, images: Tensor, ids: Tensor, visits: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
+        return self.objective(self.called[0], Samples(images, labels), Draws(self.seed, ids, visits))
+
+
+def due(seen: int, every: int | None, batch_size: int) -> bool:
+    """Whether the last update passed a multiple of `every` samples."""
+    assert every is not None, "the config is resolved before training"
+    return seen % every < batch_size
+
+
+def save(run: Run, config: Config, *, seen: int, tensors: dict, card: dict, state: dict) -> bool:
+    """Write a checkpoint and delete old ones; False, with a warning, if the disk is full or does not allow it."""
+    try:
+        run.flush()
+        checkpoint.save(run.checkpoints, seen=seen, tensors=tensors, card=card, state=state)
+        keep = config.save
+        checkpoint.prune(run.checkpoints, keep_last=keep.keep_last, keep_every=keep.keep_every, spacing=keep.every or 1)
+    except OSError as problem:
+        log.warning(
+            "The checkpoint at %d samples could not be saved (%s); the run goes on and will try again.", seen, problem
+        )
+        return False
+    return True
+
+
+def split(batch: Any, parts: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    """(images, ids, visits, labels) of each of the equal parts of a batch, in order."""
+    size = len(batch.ids) // parts
+    columns = [
+        x.split(size) if x is not None else [None] * parts
+        for x in (batch.images, batch.ids, batch.visits, batch.labels)
+    ]
+    return list(zip(*columns, strict=True))
+
+
+def to_device(device: torch.device, *tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if x is None else x.to(device, non_blocking=True) for x in tensors]
+
+
+def step_seed(seed: int, seen: int, world: World) -> int:
+    """A seed for each update of each process (the golden ratio's bits spread neighbouring run seeds apart)."""
+    return (seed * 0x9E3779B97F4A7C15 + seen * world.size + world.rank) % 2**63
+
+
+def agree(world: World, step: dict[str, Tensor], stop: Stop) -> dict[str, float]:
+    """The sums over processes of their shares of each number; on the way they learn whether one was asked to stop."""
+    asked = torch.tensor(float(stop.asked), device=world.device)
+    *values, anyone = total(world, torch.stack([*(value.float() for value in step.values()), asked])).tolist()
+    if anyone:
+        stop.agreed = stop.asked or signal.SIGTERM
+    return dict(zip(step, values, strict=True))
+
+
+def diverged_sentence(seen: int, config: Config, run_dir: Path) -> str:
+    remedies = ["a lower optim.base_lr", "optim.clip 1"]
+    if config.shortcut.alpha_min != 1:
+        remedies.insert(0, "a larger shortcut.alpha_min")
+    if config.model.options.get("zero_init") is False:
+        remedies.insert(0, "zero_init=true")
+    return (
+        f"The loss or its gradient stopped being a number after {seen} samples; the last good checkpoint is kept in "
+        f"{run_dir}, and a new run may do with {', '.join(remedies[:-1])} or {remedies[-1]}."
+    )
+
+
+def finish(config: Config, run: Run | None, *, seconds: float) -> dict[str, Any]:
+    """Write the model directory and results.json: the last values of everything that was measured."""
+    assert run is not None, "only the first process finishes"
+    try:
+        run.flush()
+        metrics: dict[str, Any] = {}
+        for record in read_metrics(run.path):
+            metrics |= {name: value for name, value in record.items() if name not in ("kind", "seconds")}
+        checkpoint.export_weights(run.path)
+        results = Outcome(
+            config=to_json(config), metrics=metrics, seed=config.seed, seconds=round(seconds, 3)
+        ).to_json()
+        run.finish(results)
+    except OSError as problem:
+        raise UserError(
+            f"The results could not be written in {run.path} ({problem}): give the same command again."
+        ) from problem
+    return results

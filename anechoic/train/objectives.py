@@ -1,0 +1,88 @@
+"""What training minimises: callables (model, batch, draws) -> {"loss": scalar, ...}, by name.
+
+An objective holds no state and knows no loop; whatever is random comes from the batch's draws, one stream per sample.
+Other rooms add theirs to OBJECTIVES. (Section 4.)
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from anechoic.errors import UserError
+from anechoic.rng import Draws
+
+
+class Samples(Protocol):
+    """What an objective reads of a batch: normalised images (B, C, H, W) and, if the data has them, labels (B,)."""
+
+    @property
+    def images(self) -> Tensor: ...
+
+    @property
+    def labels(self) -> Tensor | None: ...
+
+
+Objective = Callable[[Any, Samples, Draws], dict[str, Tensor]]
+
+
+def masked_reconstruction() -> Objective:
+    """The masked autoencoder's own loss; each sample's mask is drawn from its uniform noise (B, N)."""
+
+    def loss(model: Any, batch: Samples, draws: Draws) -> dict[str, Tensor]:
+        p = model.config.patch_size
+        rows, columns = batch.images.shape[2] // p, batch.images.shape[3] // p
+        return {"loss": model(batch.images, draws.uniform("mask", rows * columns)).loss}
+
+    return loss
+
+
+def supervised(*, label_smoothing: float = 0.0) -> Objective:
+    """Cross-entropy of the model's logits (B, K) with labels: class numbers (B,), or soft targets (B, K)."""
+
+    def loss(model: Any, batch: Samples, draws: Draws) -> dict[str, Tensor]:
+        assert batch.labels is not None, "the engine refuses this objective on data without labels"
+        logits = model(batch.images)
+        classes = batch.labels if batch.labels.ndim == 1 else batch.labels.argmax(dim=1)
+        accuracy = (logits.detach().argmax(dim=1) == classes).float().mean()
+        return {"loss": F.cross_entropy(logits, batch.labels, label_smoothing=label_smoothing), "accuracy": accuracy}
+
+    return loss
+
+
+# Name -> "module:function" of the builder, which takes the objective's options as keywords.
+OBJECTIVES: dict[str, str] = {
+    "masked_reconstruction": "anechoic.train.objectives:masked_reconstruction",
+    "supervised": "anechoic.train.objectives:supervised",
+    "finetuning": "anechoic.train.finetuning:finetuning",
+    "noise_prediction": "anechoic.diffusion.process:noise_prediction",
+    "flow_matching": "anechoic.diffusion.process:flow_matching",
+}
+# What an objective can train, where that is not any network: the beginning of the model's name.
+TRAINS = {"masked_reconstruction": "mae_"}
+# These read labels, so the engine asks the data for them.
+NEED_LABELS = {"supervised", "finetuning"}
+
+
+def make_objective(name: str, **options: Any) -> Objective:
+    """The objective of this name; unknown names and options are refused, the nearest known one offered."""
+    if name not in OBJECTIVES:
+        raise UserError(f"There is no objective {name!r}; {_nearest(name, list(OBJECTIVES))}")
+    module, _, function = OBJECTIVES[name].partition(":")
+    builder = getattr(import_module(module), function)
+    known = list(inspect.signature(builder).parameters)
+    for option in options:
+        if option not in known:
+            raise UserError(f"The objective {name} has no option {option!r}; {_nearest(option, known)}")
+    return builder(**options)
+
+
+def _nearest(name: str, choices: list[str]) -> str:
+    near = difflib.get_close_matches(name, choices, n=1)
+    return f"did you mean {near[0]}?" if near else f"there are: {', '.join(choices) or 'none'}."
