@@ -188,7 +188,7 @@ def test_the_recipe_s_rates_are_the_published_ones():
     exempt = {name for name, decay in decays.items() if decay == 0}
     assert {"positions", "class_token", "head.bias", "blocks.0.norm1.weight"} <= exempt
     assert decays["head.weight"] == decays["blocks.3.mlp.fc1.weight"] == 0.05
-    rates = [block.drop_path.rate for block in model.blocks]
+    rates = [block.drop_path1.rate for block in model.blocks]
     assert rates == pytest.approx([0.1 * i / 11 for i in range(12)])
 
 

@@ -7,7 +7,7 @@ Ties: the smaller train index among equal similarities, the smaller class among 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +16,13 @@ from torch import Tensor
 
 from anechoic.errors import NotFiniteError, UserError
 from anechoic.evals.analysis import as_tensor
+from anechoic.evals.features import Key
+
+if TYPE_CHECKING:
+    from anechoic.evals.evaluator import Subject
 
 KS = (10, 20, 100, 200)
+USUAL_K = 20
 TEMPERATURE = 0.07
 # Similarities of a chunk of queries to a chunk of train vectors take 128 MB; they are computed in tiles that are still
 # in the cache when the largest entry of each block of BLOCK columns is taken.
@@ -267,3 +272,40 @@ def knn_accuracy(
             winner = vote(part, train_labels, k=k, num_classes=num_classes, temperature=temperature).argmax(dim=1)
             correct[k] += int((winner == test_labels[rows]).sum())
     return {k: correct[k] / len(test_labels) for k in ks}
+
+
+# ---- as a metric
+
+
+def knn_metric(subject: Subject) -> dict[Key, dict[str, Any]]:
+    """knn: top-1 in 0 .. 1 at the spec's first k; knn_by_k: at each of them. Nothing without labels."""
+    return _votes(subject, standardised=False)
+
+
+def standardised_knn_metric(subject: Subject) -> dict[Key, dict[str, Any]]:
+    """knn_standardised: every channel to mean 0 and deviation 1 over the train part, which a cosine is blind to."""
+    return _votes(subject, standardised=True)
+
+
+def _votes(subject: Subject, *, standardised: bool) -> dict[Key, dict[str, Any]]:
+    if subject.labels is None:
+        return {}
+    split, rows = subject.split(), {}
+    if len(np.unique(split.train_labels)) < 2 and subject.train is None:
+        return {key: {"knn": None} for key in split.train}  # the held-out part left one class to vote
+    ks = subject.spec.neighbours or (min(USUAL_K, len(split.train_labels)),)
+    for key, train in split.train.items():
+        test = split.test[key]
+        if standardised:
+            mean, deviation = train.mean(axis=0), train.std(axis=0).clip(min=1e-12)
+            train, test = ((x - mean) / deviation for x in (train, test))
+        found = knn_accuracy(
+            as_tensor(train).to(subject.device),
+            split.train_labels,
+            as_tensor(test).to(subject.device),
+            split.test_labels,
+            ks=ks,
+            temperature=subject.spec.temperature,
+        )
+        rows[key] = {"knn_standardised": found[ks[0]]} if standardised else {"knn": found[ks[0]], "knn_by_k": found}
+    return rows

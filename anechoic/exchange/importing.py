@@ -31,6 +31,7 @@ from anechoic.exchange.reading import Checkpoint, read_checkpoint
 from anechoic.models import SIT_SIZES, VIT_SIZES, build
 from anechoic.models.layers import Network, NetworkConfig
 from anechoic.models.mae import MAEConfig
+from anechoic.models.preprocess import Preprocess
 from anechoic.models.sit import SiTConfig
 from anechoic.models.vit import ViTConfig
 
@@ -50,7 +51,7 @@ class Imported:
 
     network: Network
     kind: str
-    preprocess: dict[str, Any]
+    preprocess: Preprocess
     left_out: list[str] = field(default_factory=list)
     wrapper: str | None = None
 
@@ -202,19 +203,14 @@ def _heads(given: int | None, settings: Mapping[str, Any], dim: int, depth: int,
     return dim // 64
 
 
-def _preprocess(config: NetworkConfig, checkpoint: Checkpoint) -> dict[str, Any]:
+def _preprocess(config: NetworkConfig, checkpoint: Checkpoint) -> Preprocess:
     """Mean and std of the folder's processor, else ImageNet's for colour images, else none (latents)."""
     processor, timm = checkpoint.processor, checkpoint.settings.get("pretrained_cfg", {})
     colour = config.in_channels == 3
     channels = config.in_channels
     mean = processor.get("image_mean") or timm.get("mean") or (IMAGENET_MEAN if colour else (0.0,) * channels)
     std = processor.get("image_std") or timm.get("std") or (IMAGENET_STD if colour else (1.0,) * channels)
-    return {
-        "mean": list(mean),
-        "std": list(std),
-        "image_size": config.size[0],
-        "channels": channels,
-    }
+    return Preprocess.from_json({"mean": mean, "std": std, "image_size": config.size[0], "channels": channels})
 
 
 # ---- the fit

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from anechoic.errors import UserError
 from anechoic.models import build, family_of, from_json, to_json
 from anechoic.models.layers import check_marks
+from anechoic.models.preprocess import Preprocess
 from anechoic.runtime.run import read_json, write_json
 
 log = logging.getLogger("anechoic")
@@ -39,10 +40,10 @@ class DamagedError(Exception):
 # ---- writing
 
 
-def model_card(model: nn.Module, preprocess: Mapping[str, Any]) -> dict[str, Any]:
-    """What `config.json` says beside the weights. preprocess: mean, std, image_size, channels."""
+def model_card(model: nn.Module, preprocess: Preprocess) -> dict[str, Any]:
+    """What `config.json` says beside the weights."""
     config = to_json(model.config)  # type: ignore[arg-type]
-    return {"format": FORMAT, "family": config["family"], "config": config, "preprocess": dict(preprocess)}
+    return {"format": FORMAT, "family": config["family"], "config": config, "preprocess": preprocess.to_json()}
 
 
 def save(
@@ -234,7 +235,7 @@ def load(path: str | Path) -> Any:
         raise UserError(f"{path} has the format {card.get('format')!r}; this version reads {FORMAT!r}.")
     model: Any = build(from_json(card["config"]))
     model.load_state_dict(tensors)
-    model.preprocess = card["preprocess"]
+    model.preprocess = Preprocess.from_json(card["preprocess"])
     return model.eval()
 
 
