@@ -28,15 +28,15 @@ HELP = (
 
 
 class Emoji(Array):
-    """things and styles: the number of each image's thing and hand, whatever its label is."""
+    """facets: the numbers of each image's thing, group and style, whatever its label is."""
 
-    def __init__(self, images: np.ndarray, *, things: np.ndarray, styles: np.ndarray, **options: Any) -> None:
+    def __init__(self, images: np.ndarray, *, facets: dict[str, np.ndarray], **options: Any) -> None:
         super().__init__(images, where="emoji", **options)
-        self.things, self.styles = things, styles
+        self.facets = facets
 
     def name(self, index: int) -> str:
         catalogue = read_index()
-        return f"{catalogue['styles'][self.styles[index]]}/{catalogue['names'][self.things[index]]}"
+        return f"{catalogue['styles'][self.facets['style'][index]]}/{catalogue['names'][self.facets['thing'][index]]}"
 
 
 def open_emoji(rest: list[str], *, labels: bool, channels: int) -> Emoji:
@@ -49,18 +49,14 @@ def open_emoji(rest: list[str], *, labels: bool, channels: int) -> Emoji:
     chosen = np.flatnonzero({"": tested | ~tested, "train": ~tested, "test": tested}[split])
     images = np.concatenate([sheet(index["styles"][style])[chosen] for style in styles])
     things, hands = np.tile(chosen, len(styles)), np.repeat(np.array(styles), len(chosen))
-    meaning = {
-        "group": (groups[things], group_names),
-        "thing": (things, index["names"]),
-        "style": (hands, index["styles"]),
-    }
+    facets = {"group": groups[things], "thing": things, "style": hands}
+    names = {"group": group_names, "thing": index["names"], "style": index["styles"]}
     return Emoji(
         images,
-        things=things,
-        styles=hands,
+        facets=facets,
         channels=channels,
-        labels=meaning[label][0].astype(np.int64) if labels else None,
-        classes=tuple(meaning[label][1]) if labels else None,
+        labels=facets[label].astype(np.int64) if labels else None,
+        classes=names[label] if labels else None,
         fingerprint=digest("emoji", images),
     )
 

@@ -1,12 +1,12 @@
 """Retrieval across hands: is the nearest drawing by another hand one of the same thing? Or of the same kind of thing?
 
-A drawing has a thing, a style (the hand) and a group (the kind). A style's own drawings never answer for it, so what
-features keep of the style counts against them. It extracts nothing: features in, shares in 0 .. 1 out.
+A drawing has a thing, a style (the hand) and a group (the kind), the facets of its source. A style's own drawings never
+answer for it, so what features keep of the style counts against them. Features in, shares in 0 .. 1 out.
 """
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -14,7 +14,11 @@ from torch import Tensor
 
 from anechoic.errors import UserError
 from anechoic.evals.analysis import as_tensor
+from anechoic.evals.features import Key
 from anechoic.evals.knn import Neighbours, nearest, unit_rows, vote
+
+if TYPE_CHECKING:
+    from anechoic.evals.evaluator import Subject
 
 Scaling = Literal["raw", "standardised", "whitened"]
 SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
@@ -83,8 +87,8 @@ def group_accuracy(
             raise UserError(f"There are {len(bank)} drawings by other hands, too few for {k} neighbours: lower k.")
         similarities = x[query] @ x[bank].T
         same = torch.from_numpy(things[query][:, None] == things[bank][None]).to(similarities.device)
-        values, order = similarities.masked_fill(same, -torch.inf).sort(dim=1, descending=True, stable=True)
-        won = vote(Neighbours(values, order), groups[bank], k=k, num_classes=classes).argmax(dim=1)
+        found = similarities.masked_fill_(same, -torch.inf).topk(k, dim=1)
+        won = vote(Neighbours(found.values, found.indices), groups[bank], k=k, num_classes=classes).argmax(dim=1)
         shares.append(float((won.numpy(force=True) == groups[query]).mean()))
     return float(np.mean(shares))
 
@@ -94,3 +98,49 @@ def checked(features: np.ndarray | Tensor, *numbers: np.ndarray) -> list[np.ndar
         if len(column) != len(features):
             raise UserError(f"There are {len(features)} features but {len(column)} labels: give one to each.")
     return [np.asarray(column) for column in numbers]
+
+
+# ---- as metrics
+
+
+def retrieval_metric(subject: Subject) -> dict[Key, dict[str, Any]]:
+    """retrieval: across all ordered pairs of styles, on features as they are."""
+    return _retrieval(subject, "raw")
+
+
+def standardised_retrieval_metric(subject: Subject) -> dict[Key, dict[str, Any]]:
+    """retrieval_standardised: every channel to mean 0 and deviation 1 first."""
+    return _retrieval(subject, "standardised")
+
+
+def whitened_retrieval_metric(subject: Subject) -> dict[Key, dict[str, Any]]:
+    """retrieval_whitened: every direction to the same variance first; slow beyond a thousand channels."""
+    return _retrieval(subject, "whitened")
+
+
+def _retrieval(subject: Subject, scaling: Scaling) -> dict[Key, dict[str, Any]]:
+    things, styles = (facet(subject, name) for name in ("thing", "style"))
+    name = "retrieval" if scaling == "raw" else f"retrieval_{scaling}"
+    return {
+        key: {name: retrieval_accuracy(rescaled(as_tensor(x).to(subject.device), scaling), things, styles)}
+        for key, x in subject.sets.items()
+    }
+
+
+def group_metric(subject: Subject) -> dict[Key, dict[str, Any]]:
+    """group_vote: the kind of thing, voted by other things of other hands."""
+    groups, things, styles = (facet(subject, name) for name in ("group", "thing", "style"))
+    k = (subject.spec.neighbours or (NEIGHBOURS,))[0]
+    return {
+        key: {"group_vote": group_accuracy(as_tensor(features).to(subject.device), groups, things, styles, k=k)}
+        for key, features in subject.sets.items()
+    }
+
+
+def facet(subject: Subject, name: str) -> np.ndarray:
+    """The tested drawings' numbers under this name."""
+    facets = subject.labelled.test.facets
+    if name not in facets:
+        raise UserError(f"Retrieval across hands needs data that knows the {name} of each image, as emoji does.")
+    assert subject.test is not None, "a metric of features"
+    return facets[name][subject.test.ids]

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from anechoic.errors import UserError, nearest_name
-from anechoic.paper import crossover, full, pocket
+from anechoic.paper import crossover, full, hands, pocket
 from anechoic.paper.grids import Grid, Variant
 
 SCALES = {
-    "pocket": ({**pocket.GRIDS, **crossover.GRIDS}, {**pocket.GROUPS, **crossover.GROUPS}),
+    "pocket": (
+        {**pocket.GRIDS, **crossover.GRIDS, **hands.GRIDS},
+        {**pocket.GROUPS, **crossover.GROUPS, **hands.GROUPS},
+    ),
     "full": (full.GRIDS, full.GROUPS),
 }
 

@@ -59,6 +59,10 @@ class EvalPlan(Section):
     """layers whose mean token is probed too"""
     checkpoints: bool = False
     """evaluate every kept checkpoint by k-NN, not the last one alone"""
+    retrieval: str = ""
+    """drawings of things by several hands, such as emoji, whose twins are searched across hands"""
+    baselines: bool = False
+    """search them by raw pixels and by an untrained network too"""
     samples: Whole = 0
     """images a denoiser makes to be compared with the real ones; 0 makes none"""
     real: str = ""
@@ -119,6 +123,7 @@ def localised(trial: Trial, root: Path) -> Trial:
             evaluation,
             train=located(evaluation.train, root),
             test=located(evaluation.test, root),
+            retrieval=located(evaluation.retrieval, root),
             real=located(evaluation.real, root),
         ),
     )
