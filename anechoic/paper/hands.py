@@ -18,12 +18,7 @@ from anechoic.paper.trial import EvalPlan
 
 SAMPLES = 96_000
 SEARCH_SAMPLES = 32_000
-# Of the search: (alpha_min, algorithm) -> peak rates.
-RATES: dict[tuple[float, str], tuple[float, ...]] = {
-    (1.0, "adamw"): (5e-4, 1e-3, 2e-3, 4e-3, 8e-3),
-    (1.0, "muon"): (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3),
-    (0.6, "muon"): (2e-3, 4e-3, 8e-3, 16e-3, 32e-3),
-}
+ALPHAS = (1.0, 0.6)
 FIRST_FRESH_SEED = 10
 EVALUATION = EvalPlan("emoji:train", "emoji:test", probe=False, retrieval="emoji")
 WORDS = {"muon": "Muon", "adamw": "AdamW"}
@@ -39,40 +34,49 @@ def emoji(alpha_min: float, *, algorithm: str = "muon", lr: float = 1e-3, sample
     )
 
 
-# ---- the search for the rates
+# ---- the search for the rates, and what they change
 
-# Arms that were trained at full length too, around the best of the short search.
-CONFIRMED = ((1.0, "muon", (2e-3, 4e-3, 8e-3)), (0.6, "muon", (8e-3, 16e-3)))
+# (algorithm, alpha_min, samples) -> peak rates; nothing is chosen but by held-out loss.
+RATES: dict[tuple[str, float, int], tuple[float, ...]] = {
+    ("adamw", 1.0, SEARCH_SAMPLES): (5e-4, 1e-3, 2e-3, 4e-3, 8e-3),
+    ("muon", 1.0, SEARCH_SAMPLES): (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3),
+    ("muon", 0.6, SEARCH_SAMPLES): (2e-3, 4e-3, 8e-3, 16e-3, 32e-3),
+    **{("muon", alpha, SAMPLES): (1e-3, 2e-3, 4e-3, 8e-3, 16e-3) for alpha in ALPHAS},
+}
+FULL_RATES = RATES["muon", 1.0, SAMPLES]
+
+
+def rate_name(algorithm: str, alpha: float, samples: int, lr: float) -> str:
+    return f"{algorithm}-{samples // 1000}k-lr{lr:g}-alpha{alpha:g}"
 
 
 def rate_variants() -> dict[str, Variant]:
-    """Every arm at every rate; nothing but the held-out loss is measured, so no label can have a say."""
-    short = [(alpha, algorithm, lr, SEARCH_SAMPLES) for (alpha, algorithm), rates in RATES.items() for lr in rates]
-    full = [(alpha, algorithm, lr, SAMPLES) for alpha, algorithm, rates in CONFIRMED for lr in rates]
+    """Every arm at every rate; only runs of full length are searched for things, after the rate was chosen."""
     return {
-        f"{algorithm}-alpha{alpha:g}-lr{lr:g}-{samples // 1000}k": Variant(
-            emoji(alpha, algorithm=algorithm, lr=lr, samples=samples), EvalPlan()
+        rate_name(algorithm, alpha, samples, lr): Variant(
+            emoji(alpha, algorithm=algorithm, lr=lr, samples=samples),
+            EVALUATION if samples == SAMPLES else EvalPlan(),
         )
-        for alpha, algorithm, lr, samples in [*short, *full]
+        for (algorithm, alpha, samples), rates in RATES.items()
+        for lr in rates
     }
 
 
-def rate_words(variant: str) -> str:
-    algorithm, alpha, lr, samples = variant.replace("e-", "e~").split("-")
-    rate = float(lr.removeprefix("lr").replace("e~", "e-"))
-    return (
-        f"{WORDS[algorithm]}, alpha_min {alpha.removeprefix('alpha')}, peak rate {rate:g}, {samples[:-1]},000 samples"
-    )
-
-
-RATES_GRID = Grid(
-    name="hands-rates",
-    title="One thing, five hands: learning rates by held-out loss",
+SEARCH = Grid(
+    name="hands-search",
+    title="One thing, five hands: peak rates by held-out loss",
     claim="",
     group="hands-rates",
-    rows=[Row(rate_words(name), name) for name in rate_variants()],
+    rows=[
+        Row(
+            f"{WORDS[algorithm]}, alpha_min {alpha:g}, {samples:,} samples, peak rate {lr:g}",
+            rate_name(algorithm, alpha, samples, lr),
+        )
+        for (algorithm, alpha, samples), rates in RATES.items()
+        for lr in rates
+    ],
     metrics={"training.-1.held_out_loss": "held-out loss"},
-    baseline="muon-alpha1-lr0.008-32k",
+    baseline=rate_name("muon", 1.0, SAMPLES, 8e-3),
     kind="losses",
 )
 
@@ -90,7 +94,6 @@ MEASURES = {
     "beside.flat tokens.retrieval_mean": "all tokens, flat",
     "group_vote_mean": "group, mean token",
     "group_vote_class": "group, class token",
-    "training.-1.held_out_loss": "held-out loss",
 }
 
 
@@ -122,5 +125,17 @@ HANDS = Grid(
     },
 )
 
+LEAD = Grid(
+    name="hands-rates",
+    title="One thing, five hands: the lead of fading shortcuts over the peak rate",
+    claim="",
+    group="hands-rates",
+    rows=[Row(f"Muon, peak rate {lr:g}, alpha_min 0.6", rate_name("muon", 0.6, SAMPLES, lr)) for lr in FULL_RATES],
+    metrics=MEASURES,
+    baseline=rate_name("muon", 1.0, SAMPLES, 8e-3),
+    kind="axes",
+    baselines=[rate_name("muon", 1.0, SAMPLES, lr) for lr in FULL_RATES],
+)
+
 GROUPS: dict[str, Callable[[], dict[str, Variant]]] = {"hands": hands_variants, "hands-rates": rate_variants}
-GRIDS = {grid.name: grid for grid in (HANDS, RATES_GRID)}
+GRIDS = {grid.name: grid for grid in (HANDS, LEAD, SEARCH)}
