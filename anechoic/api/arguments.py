@@ -8,7 +8,7 @@ from typing import Any
 
 
 def given(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The verb's `locals()` at its start."""
+    """The verb's `locals()` in its first line, before it imports anything."""
     return {name: plain(value) for name, value in arguments.items()}
 
 

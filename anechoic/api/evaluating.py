@@ -56,10 +56,10 @@ def embed(
         device: cpu, cuda, mps; auto takes an accelerator if there is one.
         workers: processes that decode ahead; with 0, images are decoded while others are computed.
     """
+    asked, started = given(locals()), time.perf_counter()
     from anechoic.data import open_source
     from anechoic.evals.vectors import check_format, embed_source
 
-    asked, started = given(locals()), time.perf_counter()
     check_format(output)
     if workers < 0:
         raise UserError(f"--workers counts processes, 0 or more, not {workers}.")
@@ -109,10 +109,10 @@ def knn(
         device: cpu, cuda, mps; auto takes an accelerator if there is one.
         seed: of the held-out part and of the untrained network.
     """
+    asked, started = given(locals()), time.perf_counter()
     from anechoic.evals.evaluator import EvalSpec
     from anechoic.report.tables import percent, text_table
 
-    asked, started = given(locals()), time.perf_counter()
     encoder = the_encoder(run, model, image_size)
     labelled = open_parts(encoder, train, test, holdout, seed)
     ks = neighbours(k, len(labelled.train or ()))
@@ -173,10 +173,10 @@ def probe(
         device: cpu, cuda, mps; auto takes an accelerator if there is one.
         seed: of the held-out parts, of the heads' weights and order, and of the untrained network.
     """
+    asked, started = given(locals()), time.perf_counter()
     from anechoic.evals.evaluator import EvalSpec
     from anechoic.report.tables import percent, text_table
 
-    asked, started = given(locals()), time.perf_counter()
     settings: dict[str, Any] = {"protocol": protocol, "epochs": epochs, "batch_size": batch_size, "seed": seed}
     if noise:
         refuse_with_noise(run=run, model=model, pooling=pooling, image_size=image_size)
@@ -290,11 +290,11 @@ def analyze(
         device: cpu, cuda, mps; auto takes an accelerator if there is one.
         seed: of the held-out part and of the untrained network.
     """
+    asked, started = given(locals()), time.perf_counter()
     from anechoic.evals.encoders import baselines as baselines_of
     from anechoic.evals.evaluator import EvalSpec, Evaluator
     from anechoic.evals.labelled import open_maybe_labelled
 
-    asked, started = given(locals()), time.perf_counter()
     encoder, where = encoder_and_data(run, data, model, image_size)
     if runs:
         pool = pooling[0] if pooling else encoder.poolings[0]

@@ -56,12 +56,12 @@ def segment(
         device: cpu, cuda, mps; auto takes an accelerator if there is one.
         seed: of the tables and batches.
     """
+    asked, started = given(locals()), time.perf_counter()
     from anechoic.evals.encoders import baselines as baselines_of
     from anechoic.evals.segmenting import larger, segment_images
     from anechoic.evals.spectral import SpectralOptions
     from anechoic.report.tables import percent, text_table
 
-    asked, started = given(locals()), time.perf_counter()
     encoder, where = encoder_and_data(run, data, model, image_size)
     if image_size is None:
         encoder = larger(encoder)

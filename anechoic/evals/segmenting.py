@@ -14,8 +14,8 @@ import torch
 
 from anechoic.errors import UserError
 from anechoic.evals.analysis import eigenvector_colours
-from anechoic.evals.bank import pick_device
 from anechoic.evals.encoders import Encoder
+from anechoic.evals.feature_cache import pick_device
 from anechoic.evals.features import patch_maps
 from anechoic.evals.segment import cluster, find_pairs, read_all, read_mapping, score_maps, upsample
 from anechoic.evals.spectral import SpectralOptions, soft_cells, spectral_tables
