@@ -4,8 +4,14 @@ import numpy as np
 import pytest
 import torch
 
+from anechoic.data import Subset, open_source
 from anechoic.errors import NotFiniteError, UserError
+from anechoic.evals.encoders import Encoder, flat
+from anechoic.evals.evaluator import EvalSpec, Evaluator
+from anechoic.evals.labelled import Labelled
 from anechoic.evals.retrieval import SCALINGS, group_accuracy, rescaled, retrieval_accuracy, retrieval_matrix
+from anechoic.models import build_model
+from anechoic.models.preprocess import Preprocess
 
 
 def drawings(things=12, styles=3, dim=6, seed=0):
@@ -120,3 +126,60 @@ def test_refusals():
     features[0, 0] = np.nan
     with pytest.raises(NotFiniteError, match="NaN"):
         retrieval_accuracy(features, things, styles)
+
+
+# ---- as metrics of the evaluator
+
+
+def encoder_of(model):
+    return Encoder("tiny", model, preprocess=Preprocess((0.5,) * 3, (0.5,) * 3, 16, 3))
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    torch.manual_seed(0)
+    model = build_model("mae_tiny_patch4", image_size=16, dim=24, depth=2, num_heads=2, decoder_dim=16, decoder_depth=1)
+    return encoder_of(model.eval())
+
+
+def test_the_evaluator_measures_what_the_functions_do(tiny):
+    source = open_source("emoji:test:style=noto+twemoji")
+    names = ("retrieval", "retrieval_standardised", "retrieval_whitened", "group_vote")
+    evaluator = Evaluator(
+        EvalSpec(names, layers="all", poolings=("mean",), neighbours=(5,)), device="cpu", cached=False
+    )
+    labelled = Labelled(None, source, None, None)
+    found = evaluator.run(tiny, labelled)
+    sets = evaluator.extract(tiny, labelled).sets
+    groups, things, styles = (source.facets[name] for name in ("group", "thing", "style"))
+    for layer in range(3):
+        features = sets[layer, "mean"]
+        row = found.rows[layer]
+        for scaling, name in zip(SCALINGS, names, strict=False):
+            assert row[name] == retrieval_accuracy(rescaled(features, scaling), things, styles)
+        assert row["group_vote"] == group_accuracy(features, groups, things, styles, k=5)
+    assert found.value("retrieval", pooling="mean") > 2 / 203, "pixels of the same thing are more alike than chance"
+
+
+def test_a_part_of_the_drawings_keeps_its_facets(tiny):
+    whole = open_source("emoji")
+    part = Subset(whole, np.arange(0, 5150, 7))
+    assert np.array_equal(part.facets["thing"], whole.facets["thing"][::7])
+    spec = EvalSpec(("retrieval",), tested=300)
+    assert Evaluator(spec, device="cpu", cached=False).run(tiny, Labelled(None, part, None, None)).rows
+
+
+def test_data_without_hands_is_refused():
+    torch.manual_seed(0)
+    model = build_model("vit_tiny_patch4", image_size=8, in_channels=1, dim=24, depth=1, num_heads=2).eval()
+    encoder = Encoder("tiny", model, preprocess=Preprocess((0.5,), (0.5,), 8, 1))
+    digits = Labelled(None, open_source("digits:test", channels=1), None, None)
+    with pytest.raises(UserError, match="as emoji does"):
+        Evaluator(EvalSpec(("retrieval",)), device="cpu", cached=False).run(encoder, digits)
+
+
+def test_flat_tokens_keep_the_layout(tiny):
+    images = torch.rand(2, 3, 16, 16)
+    tokens = tiny.model.encoder(images)
+    assert torch.equal(flat(tiny).model(images), tokens[:, 1:].reshape(2, 1, -1))
+    assert flat(tiny).poolings == ("mean",)

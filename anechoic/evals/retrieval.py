@@ -15,7 +15,7 @@ from torch import Tensor
 from anechoic.errors import UserError
 from anechoic.evals.analysis import as_tensor
 from anechoic.evals.features import Key
-from anechoic.evals.knn import Neighbours, nearest, unit_rows, vote
+from anechoic.evals.knn import Neighbours, unit_rows, vote
 
 if TYPE_CHECKING:
     from anechoic.evals.evaluator import Subject
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Scaling = Literal["raw", "standardised", "whitened"]
 SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
 NEIGHBOURS = 20
+CHUNK = 2048  # drawings whose similarities are held at once
 # Directions with less than this share of the largest variance are not blown up by whitening.
 FLOOR = 1e-6
 
@@ -45,7 +46,7 @@ def retrieval_matrix(features: np.ndarray | Tensor, things: np.ndarray, styles: 
 
     Ties go to the drawing that comes first.
     """
-    x, (things, styles) = as_tensor(features), checked(features, things, styles)
+    x, (things, styles) = unit_rows(features, name="test"), checked(features, things, styles)
     names = np.unique(styles)
     rows = [np.flatnonzero(styles == name) for name in names]
     found = np.full((len(names), len(names)), np.nan)
@@ -53,7 +54,7 @@ def retrieval_matrix(features: np.ndarray | Tensor, things: np.ndarray, styles: 
         for j, bank in enumerate(rows):
             asked = query[np.isin(things[query], things[bank])]
             if i != j and len(asked):
-                best = nearest(x[bank], x[asked], k=1).indices[:, 0].numpy(force=True)
+                best = torch.cat([(part @ x[bank].T).argmax(dim=1) for part in x[asked].split(CHUNK)]).numpy(force=True)
                 found[i, j] = np.mean(things[bank][best] == things[asked])
     return found
 
