@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install test lint demo clean
+.PHONY: install test lint demo fuzz clean
 
 install: $(VENV)/everything
 
@@ -27,6 +27,12 @@ lint: install
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# Damaged and hostile files through every door, each in a process of its own. What fails is kept in tests/corpus.
+FUZZ_INPUTS ?= 5000
+FUZZ_SEED ?= 1
+fuzz: install
+	$(BIN)/python tests/fuzzing.py --inputs $(FUZZ_INPUTS) --seed $(FUZZ_SEED)
 
 demo: $(VENV)/core
 	$(BIN)/anechoic demo

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from anechoic.errors import UserError
-from anechoic.exchange.importing import Choices, import_checkpoint
+from anechoic.exchange.importing import import_checkpoint
+from anechoic.exchange.told import Choices
 from anechoic.models.layers import sincos_positions
 from anechoic.models.preprocess import Preprocess
 from anechoic.shortcut import linear
@@ -358,7 +359,7 @@ def run_sit(t, x, time, labels, alphas):
 @pytest.mark.parametrize("decayed", [False, True])
 def test_sit_and_the_authors_sit(decayed, tmp_path):
     tensors = sit(decayed)
-    torch.save({"ema": tensors, "model": sit(decayed), "args": argparse.Namespace()}, tmp_path / "sit.pt")
+    torch.save({"ema": tensors, "model": sit(decayed), "args": argparse.Namespace(num_classes=5)}, tmp_path / "sit.pt")
     chosen = {"alpha_min": 0.8} if decayed else {}
     ours = imported(tmp_path / "sit.pt", num_heads=3, **chosen)
     assert (ours.kind, ours.wrapper) == ("decayed SiT" if decayed else "SiT", "ema")
@@ -377,7 +378,7 @@ def test_a_decayed_file_needs_its_alpha(tmp_path):
         imported(tmp_path / "decayed.pth", num_heads=3)
     torch.save(sit(False), tmp_path / "sit.pth")
     with pytest.raises(UserError, match="trained with plain shortcuts"):
-        imported(tmp_path / "sit.pth", num_heads=3, alpha_min=0.6)
+        imported(tmp_path / "sit.pth", num_heads=3, alpha_min=0.6, num_classes=5)
 
 
 def test_what_does_not_fit_is_named(tmp_path):
@@ -403,6 +404,262 @@ def test_other_architectures_and_other_positions_are_refused(tmp_path):
     torch.save(tensors, tmp_path / "moved.pth")
     with pytest.raises(UserError, match="pos_embed of this masked autoencoder is not the fixed"):
         imported(tmp_path / "moved.pth", alpha_min=0.6, num_heads=3)
+
+
+# ---- import: what the file itself says
+
+
+def test_alpha_0_is_not_taken_for_no_answer(tmp_path):
+    torch.save(decayed_mae(), tmp_path / "decayed.pth")
+    with pytest.raises(UserError, match=r"alpha must lie in \(0, 1\], not 0"):
+        imported(tmp_path / "decayed.pth", alpha_min=0.0, num_heads=3, decoder_num_heads=2)
+
+
+def test_a_training_checkpoint_of_the_authors_says_how_it_was_trained(tmp_path):
+    tensors, path = decayed_mae(), tmp_path / "checkpoint-399.pth"
+    arguments = argparse.Namespace(min_decay=0.7, norm_pix_loss=False, mask_ratio=0.5, lr=1e-3)
+    torch.save({"model": tensors, "epoch": 399, "args": arguments}, path)
+    ours = imported(path, num_heads=3, decoder_num_heads=2)
+    config = ours.network.config
+    assert (config.alpha_min, config.norm_pix, config.mask_ratio) == (0.7, False, 0.5)
+    assert ours.assumed == {}
+    again = imported(path, num_heads=3, decoder_num_heads=2, alpha_min=0.7, norm_pix=False, mask_ratio=0.5)
+    assert again.network.config == config
+    for option, value, name in (("alpha_min", 0.6, "min_decay"), ("norm_pix", True, "norm_pix_loss")):
+        with pytest.raises(
+            UserError, match=rf"The file says {name} = .*, and --{option.replace('_', '-')} says {value}"
+        ):
+            imported(path, num_heads=3, decoder_num_heads=2, **{option: value})
+    with pytest.raises(UserError, match=r"The file says mask_ratio = 0\.5, and --mask-ratio says 0\.75"):
+        imported(path, num_heads=3, decoder_num_heads=2, mask_ratio=0.75)
+
+
+def test_what_nobody_says_is_assumed_aloud(tmp_path):
+    torch.save(decayed_mae(), tmp_path / "bare.pth")
+    ours = imported(tmp_path / "bare.pth", alpha_min=0.6, num_heads=3, decoder_num_heads=2)
+    assert ours.assumed == {"mask_ratio": 0.75, "norm_pix": True}
+    chosen = imported(
+        tmp_path / "bare.pth", alpha_min=0.6, num_heads=3, decoder_num_heads=2, mask_ratio=0.5, norm_pix=False
+    )
+    assert (chosen.network.config.mask_ratio, chosen.network.config.norm_pix) == (0.5, False)
+    assert chosen.assumed == {}
+
+
+def test_sit_says_its_decay_under_another_name(tmp_path):
+    arguments = argparse.Namespace(min_sigma=0.9, num_classes=5)
+    torch.save({"ema": sit(True), "args": arguments}, tmp_path / "sit.pt")
+    assert imported(tmp_path / "sit.pt", num_heads=3).network.config.alpha_min == 0.9
+    with pytest.raises(UserError, match=r"min_sigma = 0\.9, and --alpha-min says 0\.8"):
+        imported(tmp_path / "sit.pt", num_heads=3, alpha_min=0.8)
+    torch.save(sit(True), tmp_path / "bare.pt")
+    with pytest.raises(UserError, match=r"authors' own is 0\.8"):
+        imported(tmp_path / "bare.pt", num_heads=3, num_classes=5)
+
+
+def test_arguments_of_the_wrong_kind_are_refused(tmp_path):
+    for name, value in (("min_decay", "0.7"), ("min_decay", float("nan")), ("norm_pix_loss", 3), ("mask_ratio", True)):
+        said = argparse.Namespace(**{"min_decay": 0.7, name: value})
+        torch.save({"model": decayed_mae(), "args": said}, tmp_path / "odd.pth")
+        with pytest.raises(UserError, match=f"The file says {name} = .* which is not"):
+            imported(tmp_path / "odd.pth", num_heads=3, decoder_num_heads=2)
+
+
+def test_options_that_cannot_be_honoured_are_refused(vit_mae, tmp_path):
+    torch.save(sit(False), tmp_path / "sit.pth")
+    with pytest.raises(UserError, match="A SiT has no mask ratio: leave --mask-ratio out"):
+        imported(tmp_path / "sit.pth", num_heads=3, num_classes=5, mask_ratio=0.5)
+    with pytest.raises(UserError, match="num_attention_heads = 3, and --num-heads says 6"):
+        imported(vit_mae[1], num_heads=6)
+
+
+@pytest.mark.parametrize(("null", "rows"), [(True, 6), (False, 5)])
+def test_a_label_table_with_and_without_a_null_row(null, rows, tmp_path):
+    torch.save(sit(False, classes=rows - 1), tmp_path / "sit.pth")
+    ours = imported(tmp_path / "sit.pth", num_heads=3, num_classes=5).network
+    assert (ours.config.num_classes, ours.config.label_dropout > 0) == (5, null)
+    with pytest.raises(UserError, match=rf"{rows} rows, and the file does not say"):
+        imported(tmp_path / "sit.pth", num_heads=3)
+    with pytest.raises(UserError, match=f"{rows} rows, which is not 3 classes"):
+        imported(tmp_path / "sit.pth", num_heads=3, num_classes=3)
+    torch.save(sit(False, classes=999 + null), tmp_path / "imagenet.pth")
+    config = imported(tmp_path / "imagenet.pth", num_heads=3).network.config
+    assert (config.num_classes, config.label_dropout > 0) == (1000, null)
+
+
+@pytest.mark.parametrize("kind", ["vit", "mae"])
+def test_the_activation_of_transformers(kind, tmp_path):
+    """gelu_new is computed, relu is refused: both were taken for gelu."""
+    transformers = pytest.importorskip("transformers", reason="transformers is what this test is about")
+    torch.manual_seed(0)
+    if kind == "vit":
+        theirs = transformers.ViTModel(transformers.ViTConfig(**HF, hidden_act="gelu_new")).eval()
+    else:
+        decoder = {f"decoder_{name}": HF[name] for name in ("hidden_size", "num_attention_heads", "intermediate_size")}
+        config = transformers.ViTMAEConfig(**HF, **decoder, decoder_num_hidden_layers=2, hidden_act="gelu_new")
+        theirs = transformers.ViTMAEForPreTraining(config).eval()
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+            if kind == "mae" and "pos" in name:
+                parameter.copy_(F.pad(sincos_positions(48, (4, 4))[None], (0, 0, 1, 0)))
+    theirs.save_pretrained(tmp_path)
+    ours = imported(tmp_path).network
+    noise = torch.rand(3, 16, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        expected = theirs(IMAGES).last_hidden_state if kind == "vit" else theirs(IMAGES, noise=noise).logits
+        got = ours(IMAGES) if kind == "vit" else ours(IMAGES, noise).prediction
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "hidden_act": "relu"}))
+    with pytest.raises(UserError, match="trained with the activation 'relu'"):
+        imported(tmp_path)
+
+
+def test_the_packed_network_computes_the_same_activation():
+    from anechoic.models import build_model
+    from anechoic.models.packed import FrozenTransformer
+
+    torch.manual_seed(0)
+    model = build_model("vit_tiny_patch8", image_size=32, dim=48, depth=2, num_heads=3, gelu="tanh").eval()
+    kept = {}
+    with torch.inference_mode():
+        FrozenTransformer(model, deepest=3, class_only=False)(IMAGES, lambda x, layer: kept.update({layer: x.clone()}))
+        torch.testing.assert_close(kept[3], model(IMAGES), atol=1e-6, rtol=1e-5)
+
+
+# ---- import: U-ViT, its forward pass written out from its names
+
+
+def uvit(rows, dim=48, half=2, conv=True):
+    shapes = {
+        "patch_embed.proj.weight": (dim, 3, 2, 2),
+        "patch_embed.proj.bias": (dim,),
+        "pos_embed": (1, (2 if rows else 1) + 16, dim),
+        "norm.weight": (dim,),
+        "norm.bias": (dim,),
+        "decoder_pred.weight": (12, dim),
+        "decoder_pred.bias": (12,),
+    }
+    if rows:
+        shapes["label_emb.weight"] = (rows, dim)
+    if conv:
+        shapes |= {"final_layer.weight": (3, 3, 3, 3), "final_layer.bias": (3,)}
+    for name in (*(f"in_blocks.{i}" for i in range(half)), "mid_block", *(f"out_blocks.{i}" for i in range(half))):
+        shapes |= block_shapes(name, dim)
+        del shapes[f"{name}.attn.qkv.bias"]
+        if name.startswith("out"):
+            shapes |= {f"{name}.skip_linear.weight": (dim, 2 * dim), f"{name}.skip_linear.bias": (dim,)}
+    return tensors_like(shapes)
+
+
+def run_uvit(t, x, time, labels):
+    B, heads = len(x), 3
+    t = {**t, **{name.replace("weight", "bias"): torch.zeros(144) for name in t if name.endswith("qkv.weight")}}
+    angles = time[:, None] * torch.exp(-torch.log(torch.tensor(10000.0)) * torch.arange(24) / 24)
+    h = F.conv2d(x, t["patch_embed.proj.weight"], t["patch_embed.proj.bias"], stride=2).flatten(2).transpose(1, 2)
+    h = torch.cat([torch.cat([angles.cos(), angles.sin()], dim=1)[:, None], h], dim=1)
+    if labels is not None:
+        h = torch.cat([t["label_emb.weight"][labels][:, None], h], dim=1)
+    h = h + t["pos_embed"]
+
+    def norm(name, x):
+        return F.layer_norm(x, x.shape[-1:], t[f"{name}.weight"], t[f"{name}.bias"], eps=1e-5)
+
+    def block(name, x):
+        x = x + attention(t, f"{name}.attn", norm(f"{name}.norm1", x), heads)
+        return x + mlp(t, f"{name}.mlp", norm(f"{name}.norm2", x))
+
+    taps = []
+    for i in range(2):
+        h = block(f"in_blocks.{i}", h)
+        taps.append(h)
+    h = block("mid_block", h)
+    for i in range(2):
+        h = block(f"out_blocks.{i}", affine(t, f"out_blocks.{i}.skip_linear", torch.cat([h, taps.pop()], dim=-1)))
+    y = affine(t, "decoder_pred", norm("norm", h))[:, -16:]
+    y = y.reshape(B, 4, 4, 2, 2, 3).permute(0, 5, 1, 3, 2, 4).reshape(B, 3, 8, 8)
+    return F.conv2d(y, t["final_layer.weight"], t["final_layer.bias"], padding=1) if "final_layer.weight" in t else y
+
+
+@pytest.mark.parametrize(("rows", "conv"), [(0, True), (5, True), (6, False)])
+def test_u_vit(rows, conv, tmp_path):
+    tensors = uvit(rows, conv=conv)
+    torch.save(tensors, tmp_path / "nnet_ema.pth")
+    ours = imported(tmp_path / "nnet_ema.pth", num_heads=3, **({"num_classes": 5} if rows else {}))
+    config = ours.network.config
+    assert ours.kind == "U-ViT"
+    assert (config.num_classes, config.label_dropout > 0) == (5 if rows else None, rows == 6)
+    assert ours.preprocess["mean"] == [0.5] * 3
+    x, time = torch.randn(2, 3, 8, 8), torch.tensor([3.0, 700.0])
+    labels = torch.tensor([1, 4]) if rows else None
+    with torch.no_grad():
+        expected = run_uvit(tensors, x, time, labels)
+        torch.testing.assert_close(ours.network(x, time, labels), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_other_u_vits_are_named(tmp_path):
+    tensors = uvit(0)
+    for name, what in (("time_embed.0.weight", "an MLP behind its time token"), ("context_embed.weight", "text")):
+        torch.save({**tensors, name: torch.ones(4, 4)}, tmp_path / "other.pth")
+        with pytest.raises(UserError, match=what):
+            imported(tmp_path / "other.pth", num_heads=3)
+    del tensors["out_blocks.1.norm1.weight"]
+    torch.save({n: v for n, v in tensors.items() if not n.startswith("out_blocks.1")}, tmp_path / "cut.pth")
+    with pytest.raises(UserError, match="2 blocks before its middle one and 1 behind"):
+        imported(tmp_path / "cut.pth", num_heads=3)
+
+
+# ---- import: relatives, said for what they are
+
+
+def plain_vit(**extra):
+    shapes = {"cls_token": (1, 1, 48), "pos_embed": (1, 17, 48), "norm.weight": (48,), "norm.bias": (48,)}
+    shapes |= {"patch_embed.proj.weight": (48, 3, 8, 8), "patch_embed.proj.bias": (48,)}
+    for i in range(2):
+        shapes |= block_shapes(f"blocks.{i}", 48)
+    return tensors_like(shapes | extra)
+
+
+@pytest.mark.parametrize(
+    ("extra", "cause"),
+    [
+        ({"head.0.running_mean": (48,), "head.1.weight": (7, 48)}, "linear-probe checkpoint"),
+        ({"dist_token": (1, 1, 48), "pos_embed": (1, 18, 48)}, "a distillation token"),
+        ({"head_dist.weight": (7, 48)}, "a distillation token"),
+        ({"reg_token": (1, 4, 48)}, "register tokens"),
+        ({"embeddings.register_tokens": (1, 4, 48)}, "register tokens"),
+    ],
+)
+def test_relatives_are_said_for_what_they_are(extra, cause, tmp_path):
+    torch.save(plain_vit(), tmp_path / "plain.pth")
+    assert imported(tmp_path / "plain.pth", num_heads=3).kind == "ViT"
+    torch.save(plain_vit(**extra), tmp_path / "vit.pth")
+    with pytest.raises(UserError, match=cause):
+        imported(tmp_path / "vit.pth", num_heads=3)
+
+
+def test_more_skips_than_decoder_blocks(tmp_path):
+    torch.save(decayed_mae(depth=6, decoder_depth=2), tmp_path / "deep.pth")
+    with pytest.raises(UserError, match="3 skip layers and 2 decoder blocks, so its shallowest skips were never used"):
+        imported(tmp_path / "deep.pth", alpha_min=0.6, num_heads=3, decoder_num_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "complaint"),
+    [
+        ("cls_token", torch.zeros(0, 1, 48), "cls_token has the shape"),
+        ("cls_token", torch.zeros(1, 1, 1).expand(1, 1, 10**9), "claims tensors of"),
+        ("pos_embed", torch.zeros(1, 17, 40), "a width of 48"),
+        ("patch_embed.proj.weight", torch.zeros(48, 3, 8, 4), "are square"),
+        ("blocks.0.mlp.fc1.weight", torch.zeros(3), "mlp.fc1.weight has the shape"),
+        ("blocks.900000000.norm1.weight", torch.zeros(48), "blocks.2 is missing"),
+        ("norm.weight", torch.zeros(48, dtype=torch.int64), "int64 where weights belong"),
+    ],
+)
+def test_tensors_of_impossible_shapes_are_refused(name, value, complaint, tmp_path):
+    torch.save({**plain_vit(), name: value}, tmp_path / "odd.pth")
+    with pytest.raises(UserError, match=complaint):
+        imported(tmp_path / "odd.pth", num_heads=3)
 
 
 class Malicious:

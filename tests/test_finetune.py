@@ -252,6 +252,27 @@ def test_the_encoder_s_weights_are_the_start(pretrained):
     assert config.optim.batch_size == 64
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("vit_large_patch14", {}, ("vit_large_patch14", {})),
+        ("vit_tiny_patch8", {"depth": 6}, ("vit_tiny_patch8", {"depth": 6})),
+        (
+            "vit_small_patch16",
+            {"patch_size": 2, "gelu": "tanh"},
+            ("vit_small_patch4", {"patch_size": 2, "gelu": "tanh"}),
+        ),
+    ],
+)
+def test_the_config_names_the_size_it_trains(name, options, expected):
+    from anechoic.api.transferring import named_size
+    from anechoic.models import model_config
+
+    assert named_size(model_config(name, **options)) == expected
+    found, changed = named_size(model_config(name, **options))
+    assert model_config(found, **changed) == model_config(name, **options)
+
+
 def test_mistakes_are_one_clear_sentence(pretrained, tmp_path, capsys):
     np.savez(tmp_path / "one.npz", images=np.zeros((40, 8, 8), dtype=np.uint8), labels=np.zeros(40, dtype=int))
     assert main(["finetune", str(pretrained), "--train", str(tmp_path / "one.npz"), "--out", str(tmp_path / "x")]) == 2

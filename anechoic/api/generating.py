@@ -215,13 +215,12 @@ def digit_verdict(samples: str, *, num: int | None) -> dict[str, Any]:
 
 def sampled_with_labels(samples: str) -> bool:
     """Whether images that `sample` wrote carry the classes asked for."""
-    import numpy as np
+    from anechoic.data.arrays import read_npz_names
 
     path = Path(samples)
     if path.is_dir():
         return any(item.is_dir() for item in path.iterdir())
-    with np.load(path, allow_pickle=False) as arrays:
-        return "labels" in arrays.files
+    return "labels" in read_npz_names(path)
 
 
 def encode_latents(

@@ -85,25 +85,32 @@ def import_weights(
     alpha_min: float | None = None,
     num_heads: int | None = None,
     decoder_num_heads: int | None = None,
+    norm_pix: bool | None = None,
+    mask_ratio: float | None = None,
+    num_classes: int | None = None,
 ) -> Outcome:
-    """Take over a checkpoint of MAE, SiT (also the authors' decayed ones) or a ViT of timm or transformers.
+    """Take over a checkpoint of MAE, SiT (also the authors' decayed ones), U-ViT, or a ViT of timm or transformers.
 
     Example: anechoic import-weights mae_pretrain_vit_base.pth --out models/mae-base
 
     Args:
         checkpoint: .pth, .pt, .bin or .safetensors file, or a folder of transformers or timm. Code in it is never run.
         out: the model directory to write; anechoic.load and every verb that takes a RUN open it.
-        alpha_min: what a decayed network was trained with; its file does not say.
+        alpha_min: what a decayed network was trained with, where its file does not say.
         num_heads: heads of the attention, where the size is not a published one.
         decoder_num_heads: heads of the decoder of a masked autoencoder (16 unless told).
+        norm_pix: whether a masked autoencoder predicts normalised patches (true unless told).
+        mask_ratio: share of the patches it hides (0.75 unless told).
+        num_classes: classes of a SiT or U-ViT, without the null label.
     """
-    from anechoic.exchange.importing import Choices, import_checkpoint
+    from anechoic.exchange.importing import import_checkpoint
+    from anechoic.exchange.told import Choices
     from anechoic.runtime.checkpoint import model_card, write_model
 
     started = time.perf_counter()
     if out.exists():
         raise UserError(f"{out} exists already: choose another --out.")
-    choices = Choices(alpha_min=alpha_min, num_heads=num_heads, decoder_num_heads=decoder_num_heads)
+    choices = Choices(alpha_min, num_heads, decoder_num_heads, norm_pix, mask_ratio, num_classes)
     imported = import_checkpoint(checkpoint, choices)
     network = imported.network
     tensors = network.state_dict()
@@ -117,12 +124,16 @@ def import_weights(
         "unexpected": [],
         "left_out": imported.left_out,
         "taken_from": imported.wrapper,
+        "assumed": imported.assumed,
     }
     lines = [
         f"{checkpoint} is a {imported.kind}: {len(tensors)} tensors, {count:,} parameters; none missing or unexpected.",
         f"Left out, because the network needs no copy of it: {', '.join(imported.left_out) or 'nothing'}.",
         f"Wrote {out}.",
     ]
+    if imported.assumed:
+        guesses = ", ".join(f"{name} {value}" for name, value in imported.assumed.items())
+        lines.insert(2, f"Assumed, because neither the file nor an option says: {guesses}.")
     if imported.wrapper is not None:
         lines.insert(1, f"Taken from the entry {imported.wrapper!r} of the file.")
     return Outcome(

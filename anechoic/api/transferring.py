@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,7 @@ def finetune_config(
     devices: int | None,
 ) -> Any:
     """The recipe with the encoder's sizes and shortcuts, the number of classes and the weights to start from."""
-    from dataclasses import asdict, replace
+    from dataclasses import replace
 
     from anechoic.config import ModelConfig, ObjectiveConfig, ShortcutConfig
     from anechoic.data import open_source
@@ -133,8 +134,7 @@ def finetune_config(
         raise UserError("The train data has one class only, so there is nothing to learn; give at least two classes.")
     # A twentieth of the data as a power of two, so that little data still makes many updates.
     batch = optim["batch_size"] or min(1024, max(16, 2 ** ((len(source) // 20).bit_length() - 1)))
-    kept = ("in_channels", "patch_size", "dim", "depth", "num_heads", "mlp_ratio", "norm_eps", "qkv_bias")
-    sizes = {name: value for name, value in asdict(encoder).items() if name in kept}
+    name, sizes = named_size(encoder)
     # A schedule of listed alphas is an option of the model; a named one is a setting of the shortcut.
     named = isinstance(encoder.schedule, str)
     base = finetune_base_in1k()
@@ -157,7 +157,7 @@ def finetune_config(
             mean=tuple(prepare["mean"]),
             std=tuple(prepare["std"]),
         ),
-        model=ModelConfig("vit_base_patch16", options),
+        model=ModelConfig(name, options),
         shortcut=ShortcutConfig(
             alpha_min=float(encoder.alpha_min),
             schedule=encoder.schedule if named else "linear",  # type: ignore[arg-type]
@@ -175,6 +175,29 @@ def finetune_config(
         seed=seed,
         devices=devices,
     )
+
+
+def named_size(encoder: Any) -> tuple[str, dict[str, Any]]:
+    """The name of the vision transformer that is nearest to the encoder, and the options in which it differs.
+
+    Nearest: fewest options that make up the size differ, then by the smallest change of width.
+    """
+    from dataclasses import asdict, fields
+
+    from anechoic.models import MODELS
+    from anechoic.models.vit import ViTConfig
+
+    kept = ("in_channels", "patch_size", "dim", "depth", "num_heads", "mlp_ratio", "norm_eps", "qkv_bias", "gelu")
+    own = {name: value for name, value in asdict(encoder).items() if name in kept}
+
+    def distance(size: dict[str, Any]) -> tuple[int, float]:
+        return sum(own[name] != value for name, value in size.items()), abs(math.log(size["dim"] / own["dim"]))
+
+    name, size = min(
+        ((name, size) for name, (family, size) in MODELS.items() if family == "vit"), key=lambda row: distance(row[1])
+    )
+    usual = {field.name: field.default for field in fields(ViTConfig)} | size
+    return name, {option: value for option, value in own.items() if value != usual[option]}
 
 
 def accuracy_on(run: Path, train: str, test: str) -> float:

@@ -11,14 +11,16 @@ from anechoic.data.archives import open_shard_pattern, open_tar, open_zip
 from anechoic.data.arrays import Array, open_array
 from anechoic.data.augment import Augment
 from anechoic.data.cache import cache_dir
+from anechoic.data.contents import Contents
 from anechoic.data.decoding import Undecodable, decode
 from anechoic.data.embedded import Scenes, open_digits, open_scenes
 from anechoic.data.emoji import open_emoji
 from anechoic.data.files import open_folder, open_list, open_paths
 from anechoic.data.loader import Batch, Loader
-from anechoic.data.source import IMAGE_SUFFIXES, BadImage, Source, Subset, common_labels
+from anechoic.data.source import IMAGE_SUFFIXES, BadImage, EncodedSource, Source, Subset, common_labels
 from anechoic.data.tables import Parquet, open_hub
 from anechoic.errors import UserError, nearest_name
+from anechoic.runtime.untrusted import reason
 
 __all__ = [
     "Array",
@@ -61,6 +63,13 @@ def open_source(
     """
     if isinstance(source, Source):
         return source
+    found = _open(source, labels=labels, channels=channels, size=size, seed=seed)
+    if isinstance(found, EncodedSource):
+        found.contents = Contents(cache_dir() / "contents" / found.fingerprint, len(found))
+    return found
+
+
+def _open(source: str | Path, *, labels: bool, channels: int, size: int, seed: int) -> Source:
     text = str(source)
     name, *rest = text.split(":")
     if name == "digits":
@@ -79,6 +88,8 @@ def open_source(
             return _open_file(path, labels=labels, channels=channels)
     except PermissionError as error:
         raise UserError(f"{error.filename!r} may not be read; change its permissions.") from error
+    except OSError as error:
+        raise UserError(f"{text[:200]!r} cannot be read ({reason(error)}).") from error
     if "{" in text and ".." in text:
         return open_shard_pattern(str(path), labels=labels, channels=channels)
     raise UserError(f"There is no data at {text!r}; {_hint(text, path)}")

@@ -7,6 +7,7 @@ archive is remembered. Compressed tar files cannot be read in any order and are 
 from __future__ import annotations
 
 import io
+import math
 import mmap
 import os
 import re
@@ -23,10 +24,33 @@ import numpy as np
 
 from anechoic.data.cache import cache_dir, read_cached, write_cached
 from anechoic.data.decoding import Undecodable
-from anechoic.data.source import EncodedSource, Names, classes_from_folders, digest, is_image_name, number_classes
+from anechoic.data.source import (
+    EncodedSource,
+    Names,
+    check_labels,
+    classes_from_folders,
+    digest,
+    is_image_name,
+    number_classes,
+)
 from anechoic.errors import UserError
+from anechoic.runtime.untrusted import MAX_IMAGE_BYTES, open_regular, reason
 
 REMEMBER_FROM = 20_000
+# What reading the index of a damaged archive ends in.
+ZIP_DAMAGE = (
+    zipfile.BadZipFile,
+    struct.error,
+    zlib.error,
+    ValueError,
+    OverflowError,
+    NotImplementedError,
+    EOFError,
+    OSError,
+)
+TAR_DAMAGE = (tarfile.TarError, struct.error, ValueError, OverflowError, EOFError, OSError)
+MAX_CLASS_NAME = 1000
+NUMBER = re.compile(r"[0-9]{1,18}")
 STORED, DEFLATED = zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED
 ZIP_LOCAL_HEADER = struct.Struct("<4s22xHH")
 # Where a member lies: which archive, the first byte of its data (zip: of its local header), stored length, method, CRC.
@@ -76,23 +100,39 @@ class Packed(EncodedSource):
 def member_bytes(archive: mmap.mmap, start: int, length: int, method: int, crc: int) -> bytes:
     """One member, decompressed and checked as far as its archive allows."""
     if method != TAR:
-        magic, name_length, extra_length = ZIP_LOCAL_HEADER.unpack_from(archive, start)
+        try:
+            magic, name_length, extra_length = ZIP_LOCAL_HEADER.unpack_from(archive, start)
+        except struct.error as error:
+            raise Undecodable("the zip file is damaged here") from error
         if magic != b"PK\3\4":
             raise Undecodable("the zip file is damaged here")
         start += ZIP_LOCAL_HEADER.size + name_length + extra_length
+    if length > MAX_IMAGE_BYTES:
+        raise Undecodable(f"it has {length:,} bytes (up to {MAX_IMAGE_BYTES:,} are read)")
     data = archive[start : start + length]
     if len(data) < length:
         raise Undecodable("the archive ends before this image does")
     if method == DEFLATED:
-        try:
-            data = zlib.decompress(data, wbits=-15)
-        except zlib.error as error:
-            raise Undecodable("the zip file is damaged here") from error
+        data = inflated(data)
     elif method not in (STORED, TAR):
         raise Undecodable(f"zip compression method {method} is not supported; use deflate or store")
     if method != TAR and zlib.crc32(data) != crc:
         raise Undecodable("the zip file is damaged here")
     return data
+
+
+def inflated(data: bytes) -> bytes:
+    """A raw deflate stream unpacked, never beyond the limit: a thousandth of it can be made to claim all of memory."""
+    stream = zlib.decompressobj(wbits=-15)
+    try:
+        found = stream.decompress(data, MAX_IMAGE_BYTES + 1)
+    except zlib.error as error:
+        raise Undecodable("the zip file is damaged here") from error
+    if len(found) > MAX_IMAGE_BYTES:
+        raise Undecodable(f"it unpacks to more than {MAX_IMAGE_BYTES:,} bytes")
+    if not stream.eof:
+        raise Undecodable("the zip file is damaged here")
+    return found
 
 
 def without_common_folder(names: Sequence[str]) -> list[str]:
@@ -111,13 +151,21 @@ def without_common_folder(names: Sequence[str]) -> list[str]:
 
 def open_zip(path: Path, *, labels: bool, channels: int) -> Packed:
     try:
-        with zipfile.ZipFile(path) as archive:
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
             infos = [info for info in archive.infolist() if is_image_name(info.filename)]
-    except zipfile.BadZipFile as error:
-        raise UserError(f"{str(path)!r} is not a complete zip file ({error}); make or download it again.") from error
+    except ZIP_DAMAGE as error:
+        raise UserError(
+            f"{str(path)!r} is not a complete zip file ({reason(error)}); make or download it again."
+        ) from error
     if any(info.flag_bits & 1 for info in infos):
         raise UserError(f"{str(path)!r} is encrypted; unpack it and give the folder.")
     infos.sort(key=lambda info: info.filename)
+    size = path.stat().st_size
+    lost = next(
+        (info for info in infos if not 0 <= info.header_offset <= info.header_offset + info.compress_size < size), None
+    )
+    if lost is not None:
+        raise UserError(f"{str(path)!r} is damaged: {lost.filename!r} lies outside of it; make or download it again.")
     rows = [(0, info.header_offset, info.compress_size, info.compress_type, info.CRC) for info in infos]
     names = without_common_folder([info.filename for info in infos])
     members = np.array(rows, dtype=MEMBER)
@@ -163,8 +211,8 @@ def open_shards(paths: Sequence[Path], *, labels: bool, channels: int) -> Packed
         where=where,
         content=np.concatenate([_stamp(path) for path in paths]),
     )
-    if labels and all(kind.isdigit() for kind in kinds):
-        packed.labels = np.array([int(kind) for kind in kinds], dtype=np.int64)
+    if labels and all(NUMBER.fullmatch(kind) for kind in kinds):
+        packed.labels = check_labels(np.array([int(kind) for kind in kinds], dtype=np.int64), where=where)
     elif labels:
         packed.labels, packed.classes = number_classes(kinds)
     return packed
@@ -179,7 +227,15 @@ def _shard_class(file: io.BufferedReader, rows: np.ndarray, classes: dict[str, i
         )
     row = rows[classes[key]]
     file.seek(int(row["start"]))
-    return file.read(int(row["length"])).decode("utf-8").strip()
+    try:
+        text = file.read(min(int(row["length"]), MAX_CLASS_NAME + 1)).decode("utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{key + '.cls'!r} of {str(path)!r} is not text; write the class into it.") from error
+    if not text or len(text) > MAX_CLASS_NAME:
+        raise UserError(
+            f"{key + '.cls'!r} of {str(path)!r} must hold a class of 1 to {MAX_CLASS_NAME} letters, not {len(text)}."
+        )
+    return text
 
 
 def _packed(
@@ -216,12 +272,21 @@ def list_tar(path: Path) -> tuple[list[str], np.ndarray]:
         return list(Names(arrays["names"].tobytes(), arrays["ends"])), arrays["members"]
     try:
         # "r:" refuses compression: a compressed stream has no places to jump to.
-        with tarfile.open(path, "r:") as archive:
-            files = [(item.name.removeprefix("./"), item.offset_data, item.size) for item in archive if item.isfile()]
-    except tarfile.TarError as error:
+        with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
+            # A sparse member's bytes do not lie one after the other.
+            files = [
+                (item.name.removeprefix("./"), item.offset_data, item.size)
+                for item in archive
+                if item.isfile() and not item.issparse()
+            ]
+    except TAR_DAMAGE as error:
         raise UserError(
-            f"{str(path)!r} is not a plain tar file ({error}); uncompress it first, or give a zip or the folder."
+            f"{str(path)!r} is not a plain tar file ({reason(error)}); uncompress it, or give a zip or the folder."
         ) from error
+    size = path.stat().st_size
+    lost = next((name for name, start, length in files if length < 0 or start + length > size), None)
+    if lost is not None:
+        raise UserError(f"{str(path)!r} ends before its member {lost[:200]!r} does; make or download it again.")
     names = [name for name, _, _ in files]
     members = np.array([(0, start, length, TAR, 0) for _, start, length in files], dtype=MEMBER)
     if len(names) >= REMEMBER_FROM:
@@ -230,13 +295,19 @@ def list_tar(path: Path) -> tuple[list[str], np.ndarray]:
     return names, members
 
 
-BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
+BRACES = re.compile(r"\{(\d{1,9})\.\.(\d{1,9})\}")
+MAX_SHARDS = 100_000
 
 
 def expand_braces(pattern: str) -> list[str]:
     """`a-{00..02}.tar` -> a-00.tar, a-01.tar, a-02.tar; several ranges multiply, the last one fastest."""
     pieces = BRACES.split(pattern)
     texts, firsts, lasts = pieces[0::3], pieces[1::3], pieces[2::3]
+    count = math.prod(max(0, int(last) - int(first) + 1) for first, last in zip(firsts, lasts, strict=True))
+    if count > MAX_SHARDS:
+        raise UserError(
+            f"{pattern!r} names {count:,} shards; give the range of those that are there (up to {MAX_SHARDS:,})."
+        )
     ranges = [
         [f"{k:0{len(first)}d}" for k in range(int(first), int(last) + 1)]
         for first, last in zip(firsts, lasts, strict=True)

@@ -5,19 +5,31 @@ Layout (N, H, W) or (N, H, W, C), any C. This is also how any number of channels
 
 from __future__ import annotations
 
+import math
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
-from zipfile import BadZipFile
+from zipfile import BadZipFile, ZipFile, ZipInfo
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from anechoic.data.decoding import luminance, sixteen_to_eight
-from anechoic.data.source import Source, digest
+from anechoic.data.decoding import MAX_ASPECT, MAX_PIXELS, luminance, sixteen_to_eight
+from anechoic.data.source import Source, check_labels, digest
 from anechoic.errors import UserError
+from anechoic.runtime.untrusted import open_regular, reason, refuse_bomb
 
 FINGERPRINT_BYTES = 1 << 20
+# What reading a damaged .npy or .npz ends in; numpy parses its headers as Python literals.
+NUMPY_DAMAGE = (
+    *(ValueError, TypeError, EOFError, BadZipFile, OSError, KeyError, IndexError, OverflowError, NotImplementedError),
+    *(struct.error, zlib.error, TokenError, SyntaxError, RecursionError, MemoryError, RuntimeError),
+)
 
 
 class Array(Source):
@@ -93,6 +105,11 @@ def check_images(images: np.ndarray, *, where: str, values: bool = True) -> np.n
         raise UserError(
             f"{where} has the shape {images.shape}, channels first; save images.transpose(0, 2, 3, 1) instead."
         )
+    sides = images.shape[1:3]
+    if math.prod(sides) > MAX_PIXELS or max(sides) > MAX_ASPECT * min(sides):
+        raise UserError(
+            f"{where} has images of {images.shape[1]} x {images.shape[2]}; up to {MAX_PIXELS:,} pixels are read."
+        )
     kind = images.dtype.kind
     if kind not in "ufib":
         raise UserError(f"{where} holds {images.dtype} values, which are not pixels; save uint8.")
@@ -114,28 +131,74 @@ def _range(images: np.ndarray) -> tuple[float, float]:
 
 def open_array(path: Path, *, labels: bool, channels: int) -> Array:
     stat = path.stat()
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         head = file.read(FINGERPRINT_BYTES)
         file.seek(max(0, stat.st_size - FINGERPRINT_BYTES))
         fingerprint = digest("array file", stat.st_size, stat.st_mtime_ns, head, file.read())
-    try:
-        if path.suffix == ".npy":
-            if labels:
-                raise UserError(f"{str(path)!r} has no labels; save a .npz with the arrays 'images' and 'labels'.")
+    if path.suffix == ".npy":
+        if labels:
+            raise UserError(f"{str(path)!r} has no labels; save a .npz with the arrays 'images' and 'labels'.")
+        with numpy_damage(path):
             mapped = np.load(path, mmap_mode="r", allow_pickle=False)
-            array = Array(mapped, channels=channels, fingerprint=fingerprint, where=str(path))
-            array.path = path
-            return array
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as loaded:
-            arrays = {name: loaded[name] for name in loaded.files}
-    except UserError:
-        raise
-    except (ValueError, TypeError, EOFError, BadZipFile, OSError) as error:
-        raise UserError(f"{str(path)!r} is not a complete NumPy file ({error}); save it again with numpy.") from error
+        array = Array(mapped, channels=channels, fingerprint=fingerprint, where=str(path))
+        array.path = path
+        return array
+    arrays = read_npz(path)
     numbers = _npz_labels(arrays, path) if labels else None
-    classes = tuple(map(str, arrays["classes"])) if "classes" in arrays and labels else None
+    classes = (
+        tuple(map(str, arrays["classes"])) if "classes" in arrays and arrays["classes"].ndim == 1 and labels else None
+    )
     images = _npz_images(arrays, path)
     return Array(images, channels=channels, labels=numbers, classes=classes, fingerprint=fingerprint, where=str(path))
+
+
+@contextmanager
+def numpy_damage(path: Path) -> Iterator[None]:
+    """What reading a damaged file ends in, as one sentence."""
+    try:
+        yield
+    except UserError:
+        raise
+    except NUMPY_DAMAGE as error:
+        raise UserError(
+            f"{str(path)!r} is not a complete NumPy file ({reason(error)}); save it again with numpy."
+        ) from error
+
+
+def read_npz_names(path: Path) -> set[str]:
+    """The names of the arrays in a .npz file, without reading them."""
+    with numpy_damage(path), open_regular(path) as file, ZipFile(file) as archive:
+        return {name.removesuffix(".npy") for name in archive.namelist()}
+
+
+def read_npz(path: Path, *, only: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+    """The arrays of a .npz file, or only those of these names.
+
+    What their headers claim is compared with what is there before room is made for it.
+    """
+    with numpy_damage(path), open_regular(path) as file:
+        with ZipFile(file) as archive:
+            refuse_bomb(archive, path)
+            for info in archive.infolist():
+                _check_member(archive, info, path)
+        file.seek(0)
+        with np.load(file, allow_pickle=False) as loaded:
+            arrays = {name: loaded[name] for name in loaded.files if only is None or name in only}
+    if not all(isinstance(array, np.ndarray) for array in arrays.values()):
+        raise UserError(f"{str(path)!r} holds something else than NumPy arrays; save it again with numpy.savez.")
+    return arrays
+
+
+def _check_member(archive: ZipFile, info: ZipInfo, path: Path) -> None:
+    with archive.open(info) as member:
+        version = np.lib.format.read_magic(member)
+        header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = header(member)
+        claimed = math.prod(shape) * dtype.itemsize
+        if claimed != info.file_size - member.tell():
+            raise UserError(
+                f"{str(path)!r} is damaged: {info.filename[:100]} claims {claimed:,} bytes and has {info.file_size:,}."
+            )
 
 
 def _npz_images(arrays: dict[str, np.ndarray], path: Path) -> np.ndarray:
@@ -152,6 +215,4 @@ def _npz_images(arrays: dict[str, np.ndarray], path: Path) -> np.ndarray:
 def _npz_labels(arrays: dict[str, np.ndarray], path: Path) -> np.ndarray:
     if "labels" not in arrays:
         raise UserError(f"{str(path)!r} has no array 'labels' (only {', '.join(arrays)}); add one integer an image.")
-    if arrays["labels"].ndim != 1 or arrays["labels"].dtype.kind not in "iu":
-        raise UserError(f"The array 'labels' of {str(path)!r} must be one integer an image.")
-    return arrays["labels"].astype(np.int64)
+    return check_labels(arrays["labels"], where=f"the array 'labels' of {str(path)!r}")

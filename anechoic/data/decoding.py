@@ -7,6 +7,8 @@ faster: both use libjpeg-turbo with the same settings and give the same pixels.
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 
 import numpy as np
@@ -19,8 +21,14 @@ try:
 except ImportError:
     simplejpeg = None
 
-# The size from which Pillow itself refuses an image as a decompression bomb.
-MAX_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 89_478_485)
+# Larger images are left out: a few bytes can claim any size, and decoding takes up to 12 bytes a pixel.
+MAX_PIXELS = 1 << 26
+# Resizing the shorter side of a line of pixels to that of a network would make a giant of it.
+MAX_ASPECT = 100
+# The formats that are read, and no others: some of Pillow's plugins start programs (PostScript starts Ghostscript).
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "TIFF", "GIF")
+# Values are converted so many rows' worth at a time, so that wide temporary numbers stay small.
+PIXELS_AT_ONCE = 1 << 22
 ORIENTATION = 0x0112
 ALPHA_MODES = {"RGBA", "LA", "PA", "RGBa", "La"}
 
@@ -40,12 +48,25 @@ def decode(data: bytes, *, channels: int = 3, min_side: int | None = None) -> Te
         pixels = _decode_jpeg_fast(data, simplejpeg, min_side) if simplejpeg is not None else None
         if pixels is None:
             pixels = _decode_with_pillow(data, min_side)
-        pixels = np.require(_to_channels(pixels, channels), requirements=["C", "W"])
+        pixels = in_bands(partial(_to_channels, channels=channels), pixels)
+        pixels = np.require(pixels, requirements=["C", "W"])
         return torch.from_numpy(pixels).permute(2, 0, 1)
     except (MemoryError, Undecodable):
         raise
     # Pillow's plugins meet damaged files with almost any exception; each becomes a reason to leave the image out.
     except Exception as error:
+        raise Undecodable(_reason(error)) from error
+
+
+def decode_labels(data: bytes) -> np.ndarray:
+    """A mask as it is stored: one number a pixel (H, W), a palette's numbers rather than its colours."""
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            _refuse_bomb(image.height, image.width)
+            return np.array(image)
+    except (MemoryError, Undecodable):
+        raise
+    except Exception as error:  # as above
         raise Undecodable(_reason(error)) from error
 
 
@@ -80,7 +101,7 @@ def _decode_jpeg_fast(data: bytes, jpeg: ModuleType, min_side: int | None) -> np
         return None  # stricter than Pillow, which has the last word
     orientation = 1
     if b"Exif\0\0" in data[: 1 << 17]:
-        with Image.open(io.BytesIO(data)) as image:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             orientation = image.getexif().get(ORIENTATION, 1)
     return _upright(pixels, orientation)
 
@@ -89,7 +110,7 @@ def _decode_with_pillow(data: bytes, min_side: int | None) -> np.ndarray:
     """(H, W, 1 | 2 | 3 | 4) upright: luminance, luminance and alpha, RGB, RGB and alpha."""
     if not data:
         raise Undecodable("the file is empty")
-    with Image.open(io.BytesIO(data)) as image:
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         width, height = image.size
         _refuse_bomb(height, width)
         factor = reduction(height, width, min_side)
@@ -107,7 +128,9 @@ def _decode_with_pillow(data: bytes, min_side: int | None) -> np.ndarray:
 
 def _refuse_bomb(height: int, width: int) -> None:
     if height * width > MAX_PIXELS:
-        raise Undecodable(f"{width} x {height} is too many pixels")
+        raise Undecodable(f"{width} x {height} is too many pixels (up to {MAX_PIXELS:,} are read)")
+    if max(height, width) > MAX_ASPECT * min(height, width):
+        raise Undecodable(f"{width} x {height} is too narrow (sides up to 1 : {MAX_ASPECT} are read)")
 
 
 def _with_axis(pixels: np.ndarray) -> np.ndarray:
@@ -122,10 +145,10 @@ def _plain(image: Image.Image) -> np.ndarray:
             return np.asarray(image.convert("RGBA"))
         return _with_axis(np.asarray(image))
     if image.mode.startswith("I"):
-        values = np.asarray(image).astype(np.int64)
+        values = np.asarray(image)
         if values.min() < 0 or values.max() > 65535:
             raise Undecodable("pixel values beyond 16 bits")
-        return sixteen_to_eight(values)[:, :, None]
+        return in_bands(sixteen_to_eight, values)[:, :, None]
     if image.mode == "F":
         raise Undecodable("floating-point pixels; save them as 8 or 16 bits or as a .npy array")
     if image.mode == "1":
@@ -137,6 +160,14 @@ def _plain(image: Image.Image) -> np.ndarray:
 def sixteen_to_eight(values: np.ndarray) -> np.ndarray:
     """0 .. 65535 to the nearest of 0 .. 255 (65535 = 257 * 255)."""
     return ((values.astype(np.uint32) + 128) // 257).astype(np.uint8)
+
+
+def in_bands(change: Callable[[np.ndarray], np.ndarray], pixels: np.ndarray) -> np.ndarray:
+    """change(pixels) of an image (H, W, ...), a band of rows at a time."""
+    rows = max(1, PIXELS_AT_ONCE // max(1, pixels.shape[1]))
+    if len(pixels) <= rows:
+        return change(pixels)
+    return np.concatenate([change(pixels[top : top + rows]) for top in range(0, len(pixels), rows)])
 
 
 def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:

@@ -6,6 +6,7 @@ Archives and tables are elsewhere; this file opens no image, it only finds them.
 from __future__ import annotations
 
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,11 +15,13 @@ import numpy as np
 from anechoic.data.cache import cache_dir, read_cached, write_cached
 from anechoic.data.source import EncodedSource, Names, classes_from_folders, digest, is_image_name, number_classes
 from anechoic.errors import UserError
+from anechoic.runtime.untrusted import read_regular, reason
 
 # Listing fewer files takes less than a tenth of a second and needs no cache.
 REMEMBER_FROM = 20_000
 # A remembered listing of up to this many files is checked file by file, a longer one at a thousand places.
 CHECK_ALL_UP_TO = 100_000
+MAX_LIST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,8 @@ class Listing:
             )
             if not same_folders:
                 return False
-            stats = ((k, os.stat(os.path.join(root, self.names[k]))) for k in looked_at)
-            return all(stat.st_size == self.sizes[k] and stat.st_mtime_ns == self.times[k] for k, stat in stats)
+            now = ((k, os.stat(os.path.join(root, self.names[k]))) for k in looked_at)
+            return all(file.st_size == self.sizes[k] and file.st_mtime_ns == self.times[k] for k, file in now)
         except OSError:
             return False
 
@@ -77,11 +80,11 @@ def scan(root: Path) -> Listing:
     waiting = [""]
     while waiting:
         folder = waiting.pop()
-        stat = os.stat(os.path.join(root, folder))
-        if (stat.st_dev, stat.st_ino) in entered:
+        status = os.stat(os.path.join(root, folder))
+        if (status.st_dev, status.st_ino) in entered:
             continue
-        entered.add((stat.st_dev, stat.st_ino))
-        folders.append((folder, stat.st_mtime_ns))
+        entered.add((status.st_dev, status.st_ino))
+        folders.append((folder, status.st_mtime_ns))
         with os.scandir(os.path.join(root, folder)) as entries:
             for entry in entries:
                 name = f"{folder}/{entry.name}" if folder else entry.name
@@ -139,8 +142,7 @@ class Files(EncodedSource):
         return self.names[index]
 
     def data(self, index: int) -> bytes:
-        with open(os.path.join(self.root, self.names[index]), "rb") as file:
-            return file.read()
+        return read_regular(os.path.join(self.root, self.names[index]))
 
 
 def open_folder(root: Path, *, labels: bool, channels: int) -> Files:
@@ -157,14 +159,18 @@ def open_folder(root: Path, *, labels: bool, channels: int) -> Files:
 
 def open_paths(root: Path, paths: list[str], *, channels: int, kinds: list[str] | None = None, where: str) -> Files:
     """Files named one by one, relative to root or absolute; kinds: a class name for each."""
-    try:
-        stats = [os.stat(os.path.join(root, path)) for path in paths]
-    except OSError as error:
-        raise UserError(
-            f"{where} names {error.filename!r}, which cannot be opened ({error.strerror}); correct or remove it."
-        ) from error
+    stats = []
+    for path in paths:
+        try:
+            stats.append(os.stat(os.path.join(root, path)))
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{where} names {path[:200]!r}, which cannot be opened ({reason(error)}); correct or remove it."
+            ) from error
+        if not stat.S_ISREG(stats[-1].st_mode):
+            raise UserError(f"{where} names {path[:200]!r}, which is not a file; correct or remove it.")
     names = Names.of(paths)
-    sizes = np.array([(stat.st_size, stat.st_mtime_ns) for stat in stats], dtype=np.int64)
+    sizes = np.array([(file.st_size, file.st_mtime_ns) for file in stats], dtype=np.int64)
     labels, classes = number_classes(kinds) if kinds is not None else (None, None)
     fingerprint = digest("files", names.blob, names.ends, sizes)
     return Files(root, names, fingerprint=fingerprint, channels=channels, labels=labels, classes=classes)
@@ -173,13 +179,11 @@ def open_paths(root: Path, paths: list[str], *, channels: int, kinds: list[str] 
 def open_list(path: Path, *, labels: bool, channels: int) -> Files:
     """A text file; a line is an image path, relative to the list's folder, and optionally a tab and a class name."""
     try:
-        lines = [
-            line for line in path.read_text(encoding="utf-8").splitlines() if line.strip() and not line.startswith("#")
-        ]
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{str(path)!r} is not a text list of image paths (it is not UTF-8); write one path a line."
-        ) from error
+        text = read_regular(path, limit=MAX_LIST_BYTES).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        cause = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else reason(error)
+        raise UserError(f"{str(path)!r} is not a text list of image paths ({cause}); write one path a line.") from error
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     if not lines:
         raise UserError(f"The list {str(path)!r} is empty; write one image path a line.")
     paths, _, kinds = zip(*(line.partition("\t") for line in lines), strict=True)

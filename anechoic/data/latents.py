@@ -21,11 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anechoic.data.source import BadImage, Source, digest
+from anechoic.data.arrays import numpy_damage
+from anechoic.data.source import BadImage, Source, check_labels, digest
 from anechoic.errors import UserError
 from anechoic.models.preprocess import Preprocess
 from anechoic.rng import Draws
 from anechoic.runtime.fingerprint import hash_tensors
+from anechoic.runtime.untrusted import of_kind, read_table, refuse_giants, refuse_unbacked
 
 FORMAT = "anechoic-latents-1"
 CARD, MOMENTS, LABELS = "latents.json", "moments.f32", "labels.npy"
@@ -44,10 +46,21 @@ def load_vae(name: str, *, device: torch.device | str = "cpu") -> Any:
     if local:
         refuse_other_folder(Path(name))
     try:
-        vae = AutoencoderKL.from_pretrained(name, local_files_only=local)
-    except (OSError, ValueError, RuntimeError) as error:
+        if local:
+            with torch.device("meta"):
+                skeleton = AutoencoderKL.from_config(AutoencoderKL.load_config(name, local_files_only=True))
+            count = sum(parameter.numel() for parameter in skeleton.parameters())
+            refuse_unbacked(count, Path(name), where=name)
+        vae, told = AutoencoderKL.from_pretrained(name, local_files_only=local, output_loading_info=True)
+    except UserError:
+        raise
+    # diffusers meets damaged folders with almost any exception.
+    except Exception as error:
         remedy = "save it again" if local else "check the name, or give a local folder"
         raise UserError(f"no autoencoder could be loaded from {name} ({first_line(error)}); {remedy}.") from error
+    lost = [*told["missing_keys"], *told["mismatched_keys"]]
+    if lost:
+        raise UserError(f"the weights in {name} do not fit its config.json ({lost[0]} and {len(lost) - 1} more).")
     return vae.eval().requires_grad_(False).to(device)
 
 
@@ -60,10 +73,9 @@ def refuse_other_folder(path: Path) -> None:
     card = path / "config.json"
     kind = None
     if card.is_file():
-        try:
-            kind = json.loads(card.read_text()).get("_class_name")
-        except (json.JSONDecodeError, UnicodeDecodeError, AttributeError):
-            kind = "something unreadable"
+        settings = read_table(card)
+        kind = settings.get("_class_name")
+        refuse_giants(settings, where=str(card))
     if kind != "AutoencoderKL":
         found = f"its config.json names {kind}" if kind else "it has no config.json that names one"
         raise UserError(
@@ -207,16 +219,26 @@ def is_latents(path: str | Path) -> bool:
 
 
 def read_card(path: str | Path) -> LatentCard:
-    try:
-        values = json.loads((Path(path) / CARD).read_text())
-        if values.get("format") != FORMAT:
-            raise UserError(f"{path} has latents of the format {values.get('format')!r}; encode them again.")
-        classes = tuple(values["classes"]) if values["classes"] else None
-        return LatentCard(**{**values, "shape": tuple(values["shape"]), "classes": classes})
-    except UserError:
-        raise
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path} is not a directory of latents; write one with anechoic encode-latents.") from error
+    if not is_latents(path):
+        raise UserError(f"{path} is not a directory of latents; write one with anechoic encode-latents.")
+    where = str(Path(path) / CARD)
+    values = read_table(where)
+    if values.get("format") != FORMAT:
+        raise UserError(f"{path} has latents of the format {values.get('format')!r:.60}; encode them again.")
+    shape, classes = of_kind(values, "shape", list, where=where), values.get("classes")
+    right = len(shape) == 5 and all(isinstance(size, int) and 0 < size < 1 << 40 for size in shape)
+    if not right or shape[1] != 2 or shape[2] % 2:
+        raise UserError(f"{where} says shape = {shape!r:.80}, which is not (images, 2, 2 C, h, w); encode them again.")
+    if classes is not None and not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):
+        raise UserError(f"{where} says classes = {classes!r:.60}, which are no names; encode the latents again.")
+    scale = float(of_kind(values, "scale", (int, float), where=where))
+    if not (math.isfinite(scale) and scale > 0):
+        raise UserError(f"{where} says scale = {scale}, which no latents were multiplied by; encode them again.")
+    texts = {name: of_kind(values, name, str, where=where) for name in ("vae", "vae_hash", "source")}
+    size = of_kind(values, "image_size", int, where=where)
+    return LatentCard(
+        scale=scale, image_size=size, shape=tuple(shape), classes=tuple(classes) if classes else None, **texts
+    )
 
 
 class Latents(Source):
@@ -232,14 +254,21 @@ class Latents(Source):
         expected = 4 * math.prod(self.card.shape)
         if not file.is_file() or file.stat().st_size != expected:
             raise UserError(f"{file} does not have the {expected} bytes its card promises; encode the latents again.")
-        if labels and not (self.path / LABELS).exists():
+        if labels and not (self.path / LABELS).is_file():
             raise UserError(f"The latents in {path} have no labels; encode data that has them.")
-        self.labels = np.load(self.path / LABELS).repeat(2) if labels else None
+        self.labels = self.read_labels().repeat(2) if labels else None
         self.classes = self.card.classes if labels else None
         self.channels = self.card.shape[2] // 2
         self.fingerprint = digest(json.dumps(asdict(self.card), sort_keys=True))
         self.transform = DrawLatents(self.card.scale)
         self.moments = self.map()
+
+    def read_labels(self) -> np.ndarray:
+        with numpy_damage(self.path / LABELS):
+            found = np.load(self.path / LABELS, mmap_mode="r", allow_pickle=False)
+        if found.shape != self.card.shape[:1]:
+            raise UserError(f"{self.path / LABELS} has the shape {found.shape} for {self.card.shape[0]} images.")
+        return check_labels(found, where=str(self.path / LABELS))
 
     def map(self) -> np.memmap:
         return np.memmap(self.path / MOMENTS, dtype=np.float32, mode="r", shape=self.card.shape)

@@ -5,6 +5,7 @@ The kinds of source live in `files`, `archives`, `tables`, `arrays` and `embedde
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from abc import ABC, abstractmethod
@@ -15,6 +16,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from anechoic.data.contents import Contents
 from anechoic.data.decoding import Undecodable, decode
 from anechoic.errors import UserError
 from anechoic.rng import Draws
@@ -87,6 +89,7 @@ class EncodedSource(Source):
                 f"Image files have 1 to 4 channels, not {channels}; save such images as a .npy array (N, H, W, C)."
             )
         self.channels = channels
+        self.contents: Contents | None = None
 
     @abstractmethod
     def data(self, index: int) -> bytes:
@@ -94,11 +97,20 @@ class EncodedSource(Source):
 
     def read(self, index: int, *, min_side: int | None = None) -> Tensor:
         try:
-            return decode(self.data(index), channels=self.channels, min_side=min_side)
+            data = self.data(index)
+            if self.contents is not None:
+                self.contents.check(index, data, self.name(index))
+            return decode(data, channels=self.channels, min_side=min_side)
         except Undecodable as error:
             raise BadImage(self.name(index), str(error)) from error
         except OSError as error:
             raise BadImage(self.name(index), error.strerror or str(error)) from error
+
+    def compare_content(self, index: int) -> None:
+        """UserError if the image's bytes are known to have been others."""
+        if self.contents is not None:
+            with contextlib.suppress(OSError, Undecodable):  # what cannot be read has no content to compare
+                self.contents.check(index, self.data(index), self.name(index))
 
 
 class Subset(Source):
@@ -205,6 +217,22 @@ def classes_from_folders(names: Sequence[str], *, where: str) -> tuple[np.ndarra
             f"Labels are the names of sub-folders, and {loose!r} of {where!r} is in none; make a folder per class."
         )
     return number_classes([part[0] for part in parts])
+
+
+# A class number beyond this is damage: whatever counts classes makes room for each of them.
+MAX_CLASSES = 1_000_000
+
+
+def check_labels(labels: np.ndarray, *, where: str) -> np.ndarray:
+    """Class numbers as int64 (N,), counted from 0."""
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
+        raise UserError(f"The labels of {where} must be one whole number an image.")
+    if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= MAX_CLASSES):
+        raise UserError(
+            f"The labels of {where} go from {int(labels.min())} to {int(labels.max())}; number the classes from 0, up "
+            f"to {MAX_CLASSES - 1:,}."
+        )
+    return labels.astype(np.int64)
 
 
 def labels_of(source: Source) -> np.ndarray:

@@ -7,7 +7,8 @@ memory and suits random reading of sets too large for the cache.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from anechoic.data.decoding import Undecodable
-from anechoic.data.source import EncodedSource, digest, number_classes
+from anechoic.data.source import EncodedSource, check_labels, digest, number_classes
 from anechoic.errors import UserError
+from anechoic.runtime.untrusted import read_regular, reason
 
 LABEL_COLUMNS = ("label", "labels", "fine_label", "class")
 
@@ -34,9 +36,7 @@ class Parquet(EncodedSource):
         schema = files[0].schema_arrow
         self.column = _image_column(schema, self.paths[0])
         counts = [
-            (f, g, file.metadata.row_group(g).num_rows)
-            for f, file in enumerate(files)
-            for g in range(file.metadata.num_row_groups)
+            (f, g, rows) for f, file in enumerate(files) for g, rows in enumerate(_group_rows(file, self.paths[f]))
         ]
         self._groups = [(f, g) for f, g, _ in counts]
         self._ends = np.cumsum([rows for _, _, rows in counts])
@@ -58,15 +58,27 @@ class Parquet(EncodedSource):
 
     def _load_group(self, group: int) -> list[Any]:
         file, number = self._groups[group]
-        return _parquet_file(self.paths[file]).read_row_group(number, columns=[self.column]).column(0).to_pylist()
+        try:
+            with parquet_damage(self.paths[file]):
+                rows = _parquet_file(self.paths[file]).read_row_group(number, columns=[self.column])
+                return rows.column(0).to_pylist()
+        except UserError as error:
+            # At the index the file was whole: these rows are lost, the others are not.
+            raise Undecodable(str(error)) from error
 
     def _cell(self, index: int) -> Any:
         group = int(np.searchsorted(self._ends, index, side="right"))
-        return self._read_group(group)[index - (int(self._ends[group - 1]) if group else 0)]
+        rows, first = self._read_group(group), int(self._ends[group - 1]) if group else 0
+        if index - first >= len(rows):
+            raise Undecodable("the parquet file has fewer rows than it says")
+        return rows[index - first]
 
     def name(self, index: int) -> str:
-        cell = self._cell(index)
-        return (isinstance(cell, dict) and cell.get("path")) or str(index)
+        try:
+            cell = self._cell(index)
+        except Undecodable:
+            return str(index)
+        return str((isinstance(cell, dict) and cell.get("path")) or index)
 
     def data(self, index: int) -> bytes:
         return cell_bytes(self._cell(index), self.paths[0].parent)
@@ -75,10 +87,10 @@ class Parquet(EncodedSource):
 def cell_bytes(cell: Any, folder: Path) -> bytes:
     """The encoded image of a table cell: bytes, or {bytes, path} where either may be missing."""
     if isinstance(cell, dict):
-        if cell.get("bytes") is not None:
+        if isinstance(cell.get("bytes"), bytes):
             return cell["bytes"]
-        if cell.get("path"):
-            return (folder / cell["path"]).read_bytes()
+        if isinstance(cell.get("path"), str):
+            return read_regular(folder / cell["path"])
     if isinstance(cell, bytes):
         return cell
     raise Undecodable("the cell is empty")
@@ -90,12 +102,32 @@ def _parquet_file(path: Path) -> Any:
         import pyarrow.parquet
     except ImportError as error:
         raise UserError('Reading parquet needs pyarrow: pip install "anechoic[parquet]".') from error
-    try:
+    if not path.is_file():
+        raise UserError(f"{str(path)!r} is not a file; give a parquet file.")
+    with parquet_damage(path):
         return pyarrow.parquet.ParquetFile(path)
-    except (pyarrow.ArrowException, OSError) as error:
+
+
+@contextmanager
+def parquet_damage(path: Path) -> Iterator[None]:
+    """What reading a damaged file ends in, as one sentence."""
+    import pyarrow
+
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, MemoryError, KeyError, IndexError) as error:
         raise UserError(
-            f"{str(path)!r} is not a complete parquet file ({str(error).splitlines()[0]}); make or download it again."
+            f"{str(path)!r} is not a complete parquet file ({reason(error)}); make or download it again."
         ) from error
+
+
+def _group_rows(file: Any, path: Path) -> list[int]:
+    """Rows of each group. A row of an image takes bytes, so a file that claims more rows than bytes is damaged."""
+    with parquet_damage(path):
+        rows = [file.metadata.row_group(g).num_rows for g in range(file.metadata.num_row_groups)]
+    if any(count < 0 for count in rows) or sum(rows) > path.stat().st_size:
+        raise UserError(f"{str(path)!r} claims {sum(rows):,} rows, more than it has bytes: it is damaged.")
+    return rows
 
 
 def _image_column(schema: Any, path: Path) -> str:
@@ -119,10 +151,19 @@ def _parquet_labels(files: Sequence[Any], schema: Any, path: Path) -> tuple[np.n
         raise UserError(
             f"{str(path)!r} has no column 'label' (only {', '.join(schema.names)}); add one, or do without labels."
         )
-    values = [value for file in files for value in file.read(columns=[column]).column(0).to_pylist()]
-    described = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-    feature = described.get("info", {}).get("features", {}).get(column, {})
-    return number_values(values, feature.get("names"), where=str(path))
+    with parquet_damage(path):
+        values = [value for file in files for value in file.read(columns=[column]).column(0).to_pylist()]
+    return number_values(values, _described_classes(schema.metadata or {}, column), where=str(path))
+
+
+def _described_classes(metadata: Mapping[bytes, bytes], column: str) -> list[str] | None:
+    """The names that Hugging Face's metadata gives to the numbers of a column; None if there are none."""
+    try:
+        described = json.loads(metadata.get(b"huggingface", b"{}"))
+        names = described["info"]["features"][column]["names"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
 
 
 def number_values(
@@ -131,11 +172,13 @@ def number_values(
     """Labels of a column: integers as they are, with the schema's names if any; text numbered in sorted order."""
     if all(isinstance(value, str) for value in values):
         return number_classes(values)
-    if not all(isinstance(value, int) for value in values):
+    if not all(isinstance(value, int) and -(2**63) <= value < 2**63 for value in values):
         raise UserError(
             f"The label column of {where} holds empty or other values than integers and text; give every row one label."
         )
-    return np.array(values, dtype=np.int64), tuple(names) if names else None
+    labels = check_labels(np.array(values, dtype=np.int64), where=where)
+    fits = names and len(labels) and labels.max() < len(names)
+    return labels, tuple(names) if names and fits else None
 
 
 class HubSet(EncodedSource):
@@ -149,10 +192,21 @@ class HubSet(EncodedSource):
         return len(self.rows)
 
     def name(self, index: int) -> str:
-        return self.rows[int(index)][self.column].get("path") or str(index)
+        try:
+            return str((self._cell(index) or {}).get("path") or index)
+        except Undecodable:
+            return str(index)
 
     def data(self, index: int) -> bytes:
-        return cell_bytes(self.rows[int(index)][self.column], Path())
+        return cell_bytes(self._cell(index), Path())
+
+    def _cell(self, index: int) -> Any:
+        import pyarrow
+
+        try:
+            return self.rows[int(index)][self.column]
+        except (pyarrow.ArrowException, ValueError, OverflowError, IndexError) as error:
+            raise Undecodable(f"the data set is damaged here ({reason(error)})") from error
 
 
 def open_hub(name: str, *, labels: bool, channels: int) -> HubSet:
@@ -162,6 +216,7 @@ def open_hub(name: str, *, labels: bool, channels: int) -> HubSet:
     except ImportError as error:
         raise UserError('Reading Hugging Face data sets needs datasets: pip install "anechoic[hub]".') from error
     name, _, split = name.partition(":")
+    refuse_script(name)
     rows, split = _load_rows(name, split)
     column = next((key for key, feature in rows.features.items() if isinstance(feature, datasets.Image)), None)
     if column is None:
@@ -187,19 +242,38 @@ def open_hub(name: str, *, labels: bool, channels: int) -> HubSet:
     return found
 
 
+def refuse_script(name: str) -> None:
+    """A data set is data: a folder that comes with a loading script is refused, so that nobody is asked to run it."""
+    folder = Path(name)
+    script = next(folder.glob("*.py"), None) if folder.is_dir() else None
+    if script is not None:
+        raise UserError(f"{name!r} comes with code ({script.name}), which is never run here; give the data alone.")
+
+
 def _load_rows(name: str, split: str) -> tuple[Any, str]:
     import datasets
+    import pyarrow
 
     try:
         if (Path(name) / "state.json").is_file() or (Path(name) / "dataset_dict.json").is_file():
             loaded = datasets.load_from_disk(name)
         else:
             loaded = datasets.load_dataset(name)
-    except (OSError, ValueError, ConnectionError) as error:
-        cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        IndexError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         raise UserError(
-            f"The data set {name!r} cannot be loaded ({cause}); check its name, or give a local folder."
+            f"The data set {name!r} cannot be loaded ({reason(error)}); check its name, or give a local folder."
         ) from error
+    except (pyarrow.ArrowException, datasets.exceptions.DatasetsError) as error:
+        raise UserError(f"The data set {name!r} is damaged ({reason(error)}); make or download it again.") from error
     if isinstance(loaded, datasets.Dataset):
         if split:
             raise UserError(f"The data set {name!r} has no splits; leave out {':' + split!r}.")

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from anechoic.data import latents
+from anechoic.data.arrays import read_npz
 from anechoic.diffusion.process import LinearFlow, Process, process_named, process_of
 from anechoic.diffusion.samplers import Guidance, check_sampler, sample_batch, samplers_for
 from anechoic.errors import UserError
@@ -29,6 +30,7 @@ from anechoic.models.uvit import UViT
 from anechoic.runtime.checkpoint import load
 from anechoic.runtime.distributed import join, launch
 from anechoic.runtime.fingerprint import hash_tensors
+from anechoic.runtime.untrusted import parse_table, read_table
 
 RECEIPT = "receipt.json"
 
@@ -70,7 +72,7 @@ def training_config(path: Path) -> dict[str, Any]:
     for folder in (path, *path.absolute().parents[:2]):
         file = folder / "config.json"
         if file.is_file():
-            values = json.loads(file.read_text())
+            values = read_table(file)
             if "objective" in values:
                 return values
     return {}
@@ -300,10 +302,10 @@ def read_receipt(path: str) -> dict[str, Any] | None:
     """The receipt that `write_images` left with images, if it did."""
     file = Path(path)
     if file.is_dir() and (file / RECEIPT).is_file():
-        return json.loads((file / RECEIPT).read_text())
+        return read_table(file / RECEIPT)
     if file.suffix == ".npz" and file.is_file():
-        with np.load(file, allow_pickle=False) as arrays:
-            return json.loads(str(arrays["receipt"])) if "receipt" in arrays.files else None
+        found = read_npz(file, only=("receipt",))
+        return parse_table(str(found["receipt"]), where=f"The receipt in {file}") if found else None
     return None
 
 

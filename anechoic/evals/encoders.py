@@ -8,7 +8,8 @@ features depend on the noise, are denoisers.py's.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +24,7 @@ from anechoic.errors import UserError
 from anechoic.evals.features import Pooling, layer_widths, poolings_of, prefix_tokens, trunk
 from anechoic.models.preprocess import Preprocess
 from anechoic.runtime.fingerprint import hash_tensors
+from anechoic.runtime.untrusted import of_kind, read_table, reason, refuse_giants, refuse_unbacked
 
 # Raw pixels are compared at this side at most; more would only repeat themselves.
 PIXEL_SIDE = 32
@@ -221,22 +223,39 @@ def transformers_encoder(folder: str) -> Encoder:
         raise UserError('transformers models need an extra package: pip install "anechoic[families]".') from error
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # weights of a decoder or head are left out on purpose
+    refuse_code(folder)
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if config.model_type == "vit_mae":
             config.mask_ratio = 0.0
-        model = AutoModel.from_pretrained(folder, config=config).eval()
-    except (OSError, ValueError) as error:
-        raise UserError(f"hf:{folder} cannot be loaded: {str(error).splitlines()[0]}") from error
+        if Path(folder).is_dir():
+            with torch.device("meta"):
+                count = sum(parameter.numel() for parameter in AutoModel.from_config(config).parameters())
+            refuse_unbacked(count, Path(folder), where=f"hf:{folder}")
+        model, told = AutoModel.from_pretrained(
+            folder, config=config, trust_remote_code=False, output_loading_info=True, weights_only=True
+        )
+    except UserError:
+        raise
+    # transformers meets damaged folders with almost any exception.
+    except Exception as error:
+        raise UserError(f"hf:{folder} cannot be loaded: {reason(error)}.") from error
     finally:
         logging.set_verbosity(verbosity)
+    refuse_misfit(folder, told)
+    model.eval()
     size, patch, channels = (getattr(config, name, None) for name in ("image_size", "patch_size", "num_channels"))
     lists = {name: part for name, part in model.named_modules() if isinstance(part, nn.ModuleList)}
     paths = [name for name, part in lists.items() if len(part) == getattr(config, "num_hidden_layers", None)]
     if not isinstance(size, int) or not isinstance(patch, int) or not channels or not paths:
         raise UserError(f"hf:{folder} holds a {type(model).__name__}, which is no plain vision transformer.")
-    with torch.inference_mode():
-        tokens = call_transformers(model, torch.zeros(1, channels, size, size)).last_hidden_state
+    try:
+        with torch.inference_mode():
+            tokens = call_transformers(model, torch.zeros(1, channels, size, size)).last_hidden_state
+    except Exception as error:  # as above
+        raise UserError(
+            f"hf:{folder} cannot be used: its config does not describe a working model ({reason(error)})."
+        ) from error
     prefix = tokens.shape[1] - (size // patch) ** 2
     mean, std = transformers_statistics(folder, channels)
 
@@ -252,10 +271,43 @@ def transformers_statistics(folder: str, channels: int) -> tuple[tuple[float, ..
     path = Path(folder) / "preprocessor_config.json"
     if not path.exists():
         return (IMAGENET_MEAN, IMAGENET_STD) if channels == 3 else ((0.5,) * channels, (0.5,) * channels)
-    import json
+    found = read_table(path)
+    mean, std = (of_kind(found, f"image_{name}", list, where=str(path)) for name in ("mean", "std"))
+    numbers = [*mean, *std]
+    if not (
+        len(mean) == len(std) == channels and all(isinstance(x, int | float) and math.isfinite(x) for x in numbers)
+    ):
+        raise UserError(f"{path} says image_mean = {mean!r:.60} and image_std = {std!r:.60} for {channels} channels.")
+    if min(std) <= 0:
+        raise UserError(f"{path} says image_std = {std!r:.60}, and images cannot be divided by it.")
+    return tuple(mean), tuple(std)
 
-    found = json.loads(path.read_text())
-    return tuple(found["image_mean"]), tuple(found["image_std"])
+
+def refuse_code(folder: str) -> None:
+    """A folder may ask for Python files of its own to be run, or for a network of any size."""
+    path = Path(folder)
+    if not path.is_dir():
+        return  # a name on the hub: transformers reads it as data
+    if not (path / "config.json").is_file():
+        raise UserError(f"hf:{folder} has no config.json: give a folder written by save_pretrained.")
+    card = read_table(path / "config.json")
+    refuse_giants(card, where=str(path / "config.json"))
+    if "auto_map" in card:
+        raise UserError(
+            f"hf:{folder} asks for code of its own to be run (auto_map in its config.json), which is refused: give a "
+            f"model of a class that transformers has."
+        )
+
+
+def refuse_misfit(folder: str, told: Mapping[str, Any]) -> None:
+    """Weights that the network wants and the folder has not would be random. A pooler is never used."""
+    lost = [str(name) for name in told.get("missing_keys", ()) if "pooler" not in str(name)]
+    lost += [str(item[0] if isinstance(item, tuple) else item) for item in told.get("mismatched_keys", ())]
+    if lost:
+        raise UserError(
+            f"The weights in hf:{folder} do not fit the network its config.json describes: {min(lost)} is missing or "
+            f"of another shape{f', and {len(lost) - 1} more' if len(lost) > 1 else ''}."
+        )
 
 
 # ---- baselines

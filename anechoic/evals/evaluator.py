@@ -9,7 +9,7 @@ the ids, so an unreadable image never shifts one.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -251,14 +251,9 @@ def evaluate_all(
     labelled: Labelled,
     *,
     device: str = "auto",
-    then: Callable[[Encoder | Denoiser, Evaluation], None] | None = None,
 ) -> Evaluation:
     """Several encoders on the same data: rows carry the encoder's name; the rest is that of the first."""
-    found = []
-    for encoder, spec in encoders:
-        found.append(Evaluator(spec, device=device).run(encoder, labelled))
-        if then is not None:
-            then(encoder, found[-1])
+    found = [Evaluator(spec, device=device).run(encoder, labelled) for encoder, spec in encoders]
     named = zip(encoders, found, strict=True)
     rows = [{"encoder": encoder.name, **row} for (encoder, _), evaluation in named for row in evaluation.rows]
     return replace(found[0], rows=rows)

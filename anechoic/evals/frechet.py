@@ -19,8 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anechoic.data.arrays import read_npz, read_npz_names
 from anechoic.errors import UserError
 from anechoic.evals.extractors import Extractor
+from anechoic.runtime.untrusted import of_kind, parse_table
 
 KEPT = 10_000
 """Features kept beside mean and scatter, in the order they came, for the measures that need points."""
@@ -103,24 +105,23 @@ def is_statistics(path: Path) -> bool:
     """Whether a file was written by `save_statistics`."""
     if path.suffix != ".npz" or not path.is_file():
         return False
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            return {"count", "mean", "scatter", "points", "receipt"} <= set(arrays.files)
-    except (ValueError, OSError) as error:
-        raise UserError(f"{path} is not a readable .npz file; write it again.") from error
+    return read_npz_names(path) >= {"count", "mean", "scatter", "points", "receipt"}
 
 
 def load_statistics(path: Path) -> Statistics:
-    with np.load(path, allow_pickle=False) as arrays:
-        receipt = json.loads(str(arrays["receipt"]))
-        return Statistics(
-            int(arrays["count"]),
-            arrays["mean"],
-            arrays["scatter"],
-            arrays["points"],
-            receipt["extractor"],
-            receipt["images"],
-        )
+    arrays = read_npz(path)
+    count, mean, scatter, points = (arrays.get(name) for name in ("count", "mean", "scatter", "points"))
+    receipt = parse_table(str(arrays.get("receipt")), where=f"The receipt in {path}")
+    made = {name: of_kind(receipt, name, dict, where=f"The receipt in {path}") for name in ("extractor", "images")}
+    if count is None or mean is None or scatter is None or points is None or mean.ndim != 1:
+        raise UserError(f"{path} holds no complete statistics; write them again.")
+    wanted = {"count": (), "scatter": (len(mean), len(mean)), "points": (len(points), len(mean))}
+    for name, shape in wanted.items():
+        if arrays[name].shape != shape or arrays[name].dtype.kind not in "fiu":
+            raise UserError(f"{path} holds {name} of the shape {arrays[name].shape}, not {shape}; write them again.")
+    if not (count >= 2 and all(np.isfinite(value).all() for value in (mean, scatter, points))):
+        raise UserError(f"{path} holds statistics that are not numbers of images; write them again.")
+    return Statistics(int(count), mean, scatter, points, **made)
 
 
 def refuse_mismatch(a: Statistics, b: Statistics) -> None:

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anechoic.data import Subset
 from anechoic.evals.analysis import effective_rank, linear_cka, mean_cosine, silhouette
-from anechoic.evals.encoders import Encoder
 from anechoic.evals.feature_cache import batches
 from anechoic.evals.features import Key, block_gains, block_ratios, block_statistics
 
@@ -93,14 +93,5 @@ def statistics_metric(subject: Subject) -> dict[str, list[float]]:
 
 def some_images(subject: Subject) -> Tensor:
     """The first tested samples, prepared, on the device."""
-    return first_images(subject.encoder, subject, count=STREAM_SAMPLES)
-
-
-def first_images(encoder: Encoder, subject: Subject, *, count: int) -> Tensor:
-    parts, missing = [], count
-    for images in batches(encoder, subject.labelled.test, device=str(subject.device)):
-        parts.append(images[:missing])
-        missing -= len(parts[-1])
-        if missing == 0:
-            break
-    return torch.cat(parts)
+    first = Subset(subject.labelled.test, np.arange(min(STREAM_SAMPLES, len(subject.labelled.test))))
+    return torch.cat(list(batches(subject.encoder, first, device=str(subject.device))))

@@ -6,7 +6,6 @@ Legend: N images, S side of a table, K clusters, H x W pixels.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 
 from anechoic.data import decode
-from anechoic.data.source import IMAGE_SUFFIXES
+from anechoic.data.decoding import Undecodable, decode_labels
+from anechoic.data.source import IMAGE_SUFFIXES, MAX_CLASSES
 from anechoic.errors import UserError
+from anechoic.runtime.untrusted import parse_table, read_regular, read_text, reason
 
 # Folders of images and of their masks, relative to the data: plain, and the layout of COCO-Stuff.
 LAYOUTS = (("images", "masks"), ("images/val2017", "annotations/val2017"), ("val2017", "annotations/val2017"))
@@ -53,10 +53,7 @@ def find_pairs(root: str | Path, *, listed: Path | None = None) -> list[Pair]:
 
 
 def read_lines(path: Path) -> list[str]:
-    try:
-        return [line for line in path.read_text().splitlines() if line.strip()]
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); give a text file.") from error
+    return [line for line in read_text(path).splitlines() if line.strip()]
 
 
 def read_mapping(path: Path, *, void: int) -> np.ndarray:
@@ -64,15 +61,15 @@ def read_mapping(path: Path, *, void: int) -> np.ndarray:
 
     COCO-Stuff's 182 fine labels are mapped to 27 coarse classes this way; a negative class is void.
     """
+    text = read_text(path)
     try:
-        text = path.read_text()
         pairs = (
-            json.loads(text)
+            parse_table(text, where=str(path))
             if text.lstrip().startswith("{")
             else dict(line.split()[:2] for line in text.splitlines() if line.strip())
         )
         numbers = {int(fine): int(coarse) for fine, coarse in pairs.items()}
-    except (OSError, ValueError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise UserError(
             f"{path} is no mapping of labels to classes ({error}); give JSON or lines of two numbers."
         ) from error
@@ -80,16 +77,25 @@ def read_mapping(path: Path, *, void: int) -> np.ndarray:
     for fine, coarse in numbers.items():
         if not 0 <= fine < 256:
             raise UserError(f"{path} maps the label {fine}, but masks hold 0 to 255.")
+        if coarse >= MAX_CLASSES:
+            raise UserError(f"{path} maps to the class {coarse}, which is beyond {MAX_CLASSES:,}.")
         table[fine] = coarse if coarse >= 0 else void
     return table
 
 
 def read_pair(pair: Pair, *, image_size: int, channels: int, mapping: np.ndarray | None) -> tuple[Tensor, np.ndarray]:
     """uint8 image (C, s, s) and labels (s, s): shorter side resized (bilinear; nearest for labels), then the middle."""
-    image = decode(pair.image.read_bytes(), channels=channels)
-    mask = np.array(Image.open(pair.mask))
+    try:
+        image = decode(read_regular(pair.image), channels=channels)
+        mask = decode_labels(read_regular(pair.mask))
+    except (Undecodable, OSError) as error:
+        raise UserError(
+            f"{pair.image.name} or its mask {pair.mask.name} cannot be read ({reason(error)}); repair or remove both."
+        ) from error
     if mask.ndim != 2:
         raise UserError(f"{pair.mask} must hold one label per pixel; it has the shape {mask.shape}.")
+    if mapping is not None and mask.max() > 255:
+        raise UserError(f"{pair.mask} holds the label {mask.max()}, and a mapping is for labels from 0 to 255.")
     if tuple(image.shape[1:]) != mask.shape:
         raise UserError(
             f"{pair.image.name} is {image.shape[2]} x {image.shape[1]} pixels and its mask "

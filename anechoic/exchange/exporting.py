@@ -188,6 +188,7 @@ def timm_arguments(config: ViTConfig) -> dict[str, Any]:
         "qkv_bias": config.qkv_bias,
         "num_classes": config.num_classes,
         "global_pool": "avg" if mean else "token",
+        **({} if config.gelu == "none" else {"act_layer": "gelu_tanh"}),
     }
 
 
@@ -285,7 +286,7 @@ def transformers_settings(config: ViTConfig, eps: float) -> dict[str, Any]:
         "num_hidden_layers": config.depth,
         "num_attention_heads": config.num_heads,
         "intermediate_size": int(config.dim * config.mlp_ratio),
-        "hidden_act": "gelu",
+        "hidden_act": "gelu" if config.gelu == "none" else "gelu_pytorch_tanh",
         "layer_norm_eps": eps,
         "image_size": config.size[0],
         "patch_size": config.patch_size,

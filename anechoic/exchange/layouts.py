@@ -51,6 +51,13 @@ MAE_TO_OURS: Rules = [
     (r"skip\.(\d+)\.mask_token", r"skips.\1.mask_token"),
 ]
 
+UVIT_TO_OURS: Rules = [
+    (r"pos_embed", "positions"),
+    (r"label_emb\.weight", "label_embed.weight"),
+    (r"decoder_pred\.(.*)", r"predictor.\1"),
+    (r"final_layer\.(.*)", r"final_conv.\1"),
+]
+
 
 def sit_to_ours(tensors: Mapping[str, Tensor]) -> Tensors:
     """SiT, original (blocks) and decayed (enc_blocks, dec_blocks with a skip each)."""
@@ -167,8 +174,14 @@ def transformers_module(timm_name: str, *, prefix: str) -> str:
 
 
 def count_blocks(tensors: Mapping[str, Tensor], prefix: str = "blocks") -> int:
-    found = {int(match[1]) for name in tensors if (match := re.match(rf"{prefix}\.(\d+)\.", name))}
-    return max(found, default=-1) + 1
+    """How many blocks there are; they are numbered from 0 without a gap."""
+    found = {int(match[1]) for name in tensors if (match := re.match(rf"{prefix}\.(\d{{1,9}})\.", name))}
+    absent = next((i for i in range(len(found)) if i not in found), None)
+    if absent is not None:
+        raise UserError(
+            f"The checkpoint is incomplete: {prefix}.{absent} is missing, and {prefix}.{max(found)} is there."
+        )
+    return len(found)
 
 
 def square_side(count: int) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
+from anechoic.config import checked, hints
 from anechoic.errors import UserError, nearest_name
 from anechoic.models.layers import Network, NetworkConfig
 from anechoic.models.mae import MAEConfig, MaskedAutoencoder
@@ -20,6 +22,10 @@ FAMILIES: dict[str, tuple[type[NetworkConfig], type[Network]]] = {
     "sit": (SiTConfig, SiT),
     "resnet": (ResNetConfig, ResNet),
 }
+
+
+# Numbers beyond these in a file are damage.
+MAX_BLOCKS, MAX_SIZE = 1000, 1 << 20
 
 
 def _sizes(**columns: tuple) -> dict[str, dict[str, Any]]:
@@ -98,8 +104,25 @@ def to_json(config: NetworkConfig) -> dict[str, Any]:
 
 
 def from_json(data: dict[str, Any]) -> NetworkConfig:
-    """The inverse of to_json."""
+    """The inverse of to_json. The data may come from a damaged file: every value is checked for type and size."""
     fields = {name: value for name, value in data.items() if name not in ("family", "alphas")}
-    if data.get("family") not in FAMILIES:
-        raise UserError(f"This model config names the family {data.get('family')!r}; known are {', '.join(FAMILIES)}.")
-    return _config(data["family"], fields, what=f"the family {data['family']}")
+    family = data.get("family")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise UserError(f"This model config names the family {family!r:.60}; known are {', '.join(FAMILIES)}.")
+    kinds = hints(FAMILIES[family][0])
+    fields = {
+        name: _within_limits(name, checked(value, kinds[name], name) if name in kinds else value)
+        for name, value in fields.items()
+    }
+    return _config(family, fields, what=f"the family {family}")
+
+
+def _within_limits(name: str, value: Any) -> Any:
+    """The value, if no number in it is beyond what any network of this name has."""
+    numbers = [item for item in (value if isinstance(value, tuple) else (value,)) if type(item) in (int, float)]
+    if isinstance(value, tuple) and len(value) > 4 * MAX_BLOCKS:
+        raise UserError(f"This model config lists {len(value):,} values of {name}, more than any network has.")
+    limit = MAX_BLOCKS if name in ("depth", "decoder_depth", "num_blocks") else MAX_SIZE
+    if not all(math.isfinite(number) and 0 <= number <= limit for number in numbers):
+        raise UserError(f"This model config says {name} = {value!r:.60}, which no network has (0 to {limit:,}).")
+    return value

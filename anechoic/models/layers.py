@@ -34,6 +34,9 @@ from anechoic.shortcut import (
     shortcut_factors,
 )
 
+# Numbers in a table of positions, a quarter of a gigabyte.
+MAX_TABLE = 1 << 26
+
 # ---- configuration common to all networks
 
 
@@ -101,6 +104,11 @@ class TransformerConfig(NetworkConfig):
         super().__post_init__()
         check_grid(self.size, self.patch_size)
         check_heads(self.dim, self.num_heads)
+        if math.prod(self.grid_size) * self.dim > MAX_TABLE:
+            h, w = self.grid_size
+            raise UserError(f"{h} x {w} patches of width {self.dim} are beyond any memory: choose larger patches.")
+        if not 0 < self.mlp_ratio <= 1000 or int(self.dim * self.mlp_ratio) < 1:
+            raise UserError(f"mlp_ratio must be positive and at most 1000, not {self.mlp_ratio}.")
 
     @property
     def branch_kinds(self) -> list[str]:
@@ -127,7 +135,7 @@ class TransformerConfig(NetworkConfig):
 
 
 def check_grid(size: tuple[int, int], patch_size: int) -> None:
-    if min(size) < 1 or size[0] % patch_size or size[1] % patch_size:
+    if min(*size, patch_size) < 1 or size[0] % patch_size or size[1] % patch_size:
         raise UserError(
             f"Images of {size[0]} x {size[1]} cannot be cut into {patch_size} x {patch_size} patches: choose "
             f"multiples of {patch_size}."
@@ -135,8 +143,13 @@ def check_grid(size: tuple[int, int], patch_size: int) -> None:
 
 
 def check_heads(dim: int, num_heads: int) -> None:
-    if num_heads < 1 or dim % num_heads:
+    if num_heads < 1 or dim < 1 or dim % num_heads:
         raise UserError(f"A width of {dim} cannot be split into {num_heads} heads: choose a divisor of {dim}.")
+
+
+def check_gelu(gelu: str) -> None:
+    if gelu not in ("none", "tanh"):
+        raise UserError(f"gelu must be 'none' (exact) or 'tanh', not {gelu!r}.")
 
 
 def check_images(images: Tensor, in_channels: int, size: tuple[int, int] | None = None) -> None:
@@ -196,10 +209,11 @@ def sincos_positions(dim: int, grid: tuple[int, int]) -> Tensor:
     # In float64 on the CPU, which every accelerator can take the rounded result from.
     steps = torch.arange(max(dim // 4, *grid), dtype=torch.float64, device="cpu")
     frequencies = 10000.0 ** (-steps[: dim // 4] / (dim // 4))
-    rows, columns = torch.meshgrid(steps[: grid[0]], steps[: grid[1]], indexing="ij")
-    halves = [axis.reshape(-1, 1) * frequencies for axis in (columns, rows)]
-    table = torch.cat([part for half in halves for part in (half.sin(), half.cos())], dim=1)
-    return table.float().to(torch.get_default_device())
+    waves = steps[: max(grid), None] * frequencies
+    along = torch.cat([waves.sin(), waves.cos()], dim=1).float()  # (places on a side, D/2)
+    h, w = grid
+    table = torch.cat([along[None, :w].expand(h, -1, -1), along[:h, None].expand(-1, w, -1)], dim=2)
+    return table.view(h * w, dim).to(torch.get_default_device())
 
 
 def time_embedding(t: Tensor, dim: int) -> Tensor:
@@ -269,10 +283,14 @@ class Attention(nn.Module):
         return heads.permute(2, 0, 3, 1, 4).unbind(0)
 
 
+# Exact, or approximated by a tanh: the two that are in use differ by up to 5e-4.
+Gelu = Literal["none", "tanh"]
+
+
 class Mlp(nn.Module):
     """Linear, GELU, linear."""
 
-    def __init__(self, dim: int, hidden: int, *, gelu: Literal["none", "tanh"] = "none") -> None:
+    def __init__(self, dim: int, hidden: int, *, gelu: Gelu = "none") -> None:
         super().__init__()
         self.fc1 = nn.Linear(dim, hidden)
         self.act = nn.GELU(approximate=gelu)
@@ -318,6 +336,7 @@ class Block(nn.Module):
         *,
         mlp_ratio: float = 4.0,
         qkv_bias: bool = True,
+        gelu: Gelu = "none",
         shortcuts: Sequence[Shortcut] | None = None,
         eps: Sequence[float] = (1e-6, 1e-6),
         drop_path: float = 0.0,
@@ -326,7 +345,7 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(dim, eps=eps[0])
         self.attn = Attention(dim, num_heads, qkv_bias=qkv_bias)
         self.norm2 = nn.LayerNorm(dim, eps=eps[1])
-        self.mlp = Mlp(dim, int(dim * mlp_ratio))
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), gelu=gelu)
         self.drop_path1, self.drop_path2 = DropPath(drop_path), DropPath(drop_path)
         self.shortcut1, self.shortcut2 = shortcuts or (Shortcut(kind="attention"), Shortcut(kind="mlp"))
 

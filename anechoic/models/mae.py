@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from anechoic.errors import UserError
 from anechoic.models.layers import (
     Block,
+    Gelu,
     Network,
     NetworkConfig,
     TransformerConfig,
+    check_gelu,
     check_heads,
     check_images,
     patchify,
@@ -50,6 +52,7 @@ class MAEConfig(TransformerConfig):
     zero_init: bool | None = None
     encoder_norm: bool | None = None
     qkv_bias: bool = True
+    gelu: Gelu = "none"
     position_scale: float = 1.0
     skips: bool = True
     skip_norm: bool = False
@@ -62,6 +65,7 @@ class MAEConfig(TransformerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_gelu(self.gelu)
         check_heads(self.decoder_dim, self.decoder_num_heads)
         if not 0 <= self.mask_ratio < 1 or self.num_kept < 1:
             raise UserError(
@@ -96,6 +100,7 @@ class MAEConfig(TransformerConfig):
             mlp_ratio=self.mlp_ratio,
             norm_eps=self.norm_eps,
             qkv_bias=self.qkv_bias,
+            gelu=self.gelu,
             position_scale=self.position_scale,
             norm=bool(self.encoder_norm),
         )
@@ -193,7 +198,14 @@ class MaskedAutoencoder(Network):
             self.decoder_embed = nn.Linear(config.dim, dim)
         eps = config.decoder_norm_eps
         self.decoder_blocks = nn.ModuleList(
-            Block(dim, config.decoder_num_heads, mlp_ratio=config.mlp_ratio, qkv_bias=config.qkv_bias, eps=(eps, eps))
+            Block(
+                dim,
+                config.decoder_num_heads,
+                mlp_ratio=config.mlp_ratio,
+                qkv_bias=config.qkv_bias,
+                gelu=config.gelu,
+                eps=(eps, eps),
+            )
             for _ in range(config.decoder_depth)
         )
         self.decoder_norm = nn.LayerNorm(dim, eps=eps)

@@ -55,8 +55,9 @@ class PackedLinear:
             weight, bias = scale * weight, None if bias is None else scale * bias
         return cls(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), TOKENS), bias)
 
-    def __call__(self, x: Tensor, *, gelu: bool = False) -> Tensor:
-        attribute, algorithm = ("gelu", "none") if gelu else ("none", "")
+    def __call__(self, x: Tensor, *, gelu: str | None = None) -> Tensor:
+        """gelu: "none" (exact) or "tanh" applies it to the result."""
+        attribute, algorithm = ("none", "") if gelu is None else ("gelu", gelu)
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, attribute, [], algorithm)
 
     def added_to(self, stream: Tensor, x: Tensor) -> Tensor:
@@ -74,6 +75,7 @@ class PackedBlock:
         self.qkv, self.fc1 = PackedLinear.of(block.attn.qkv), PackedLinear.of(block.mlp.fc1)
         self.proj = PackedLinear.of(block.attn.proj, scale=beta(block.shortcut1))
         self.fc2 = PackedLinear.of(block.mlp.fc2, scale=beta(block.shortcut2))
+        self.gelu = block.mlp.act.approximate
 
     def __call__(self, x: Tensor, *, rows: int | None = None) -> Tensor:
         """x (B, N, D), which is written over -> (B, N, D), or only its first rows -> (B, rows, D)."""
@@ -84,7 +86,7 @@ class PackedBlock:
             q, x = q[:, :, :rows], x[:, :rows].contiguous()
         attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, -1, D)
         x = self.proj.added_to(faded(x, self.alphas[0]), attended)
-        hidden = self.fc1(self.norms[1](x), gelu=True)
+        hidden = self.fc1(self.norms[1](x), gelu=self.gelu)
         return self.fc2.added_to(faded(x, self.alphas[1]), hidden)
 
 

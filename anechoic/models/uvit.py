@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +88,7 @@ class UViT(Network):
         shortcuts = config.make_shortcuts()
         eps = config.eps_per_norm(2 * config.num_blocks + 1)
 
-        def block(i: int, kind: type[Block], **extra: bool) -> Block:
+        def block(i: int, kind: type[Block], **extra: Any) -> Block:
             pair = slice(2 * i, 2 * i + 2)
             return kind(
                 dim, config.num_heads, mlp_ratio=config.mlp_ratio, shortcuts=shortcuts[pair], eps=eps[pair], **extra

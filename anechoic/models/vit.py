@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from anechoic.errors import UserError
 from anechoic.models.layers import (
     Block,
+    Gelu,
     Network,
     NetworkConfig,
     PatchEmbed,
     TransformerConfig,
+    check_gelu,
     check_images,
     patchify,
     sincos_positions,
@@ -43,6 +45,7 @@ class ViTConfig(TransformerConfig):
     """
 
     qkv_bias: bool = True
+    gelu: Gelu = "none"
     positions: Literal["sincos", "learned"] = "sincos"
     position_scale: float = 1.0
     norm: bool = True
@@ -52,6 +55,7 @@ class ViTConfig(TransformerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_gelu(self.gelu)
         if self.positions not in ("sincos", "learned"):
             raise UserError(f"positions must be 'sincos' or 'learned', not {self.positions!r}.")
         if self.pool not in ("class", "mean"):
@@ -85,6 +89,7 @@ class VisionTransformer(Network):
                 config.num_heads,
                 mlp_ratio=config.mlp_ratio,
                 qkv_bias=config.qkv_bias,
+                gelu=config.gelu,
                 shortcuts=shortcuts[2 * i : 2 * i + 2],
                 eps=eps[2 * i : 2 * i + 2],
                 drop_path=config.drop_path * i / max(1, depth - 1),

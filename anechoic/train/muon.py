@@ -112,11 +112,12 @@ class Muon(torch.optim.Optimizer):
         """One step of matrices of one shape."""
         blends = []
         for parameter, group in members:
-            state = self.state[parameter]
+            state, gradient = self.state[parameter], parameter.grad
+            assert gradient is not None, "members have gradients"
             if not state:
                 state["momentum"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            average = state["momentum"].lerp_(parameter.grad, 1 - group["momentum"])
-            blends.append(torch.lerp(parameter.grad, average, group["momentum"]))
+            average = state["momentum"].lerp_(gradient, 1 - group["momentum"])
+            blends.append(torch.lerp(gradient, average, group["momentum"]))
         updates = orthogonalise(torch.stack(blends))
         size = UPDATE_SCALE * max(updates.shape[1:]) ** 0.5
         for (parameter, group), update in zip(members, updates, strict=True):

@@ -1,0 +1,121 @@
+"""How files from outside are read: regular files only, up to a size, and JSON that is parsed or refused in a sentence.
+
+A path may name a pipe that never ends, a device, or a file larger than memory; text may be anything. Standard library
+only.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+from zipfile import ZipFile
+
+from anechoic.errors import UserError
+
+# An encoded image, or a member of an archive, is refused from here on.
+MAX_IMAGE_BYTES = 1 << 28
+MAX_JSON_BYTES = 1 << 26
+# What an archive may unpack to: any amount up to this, and beyond it so many times its own size.
+MAX_UNPACKED, MAX_RATIO = 1 << 26, 50
+
+
+@contextmanager
+def open_regular(path: str | Path) -> Iterator[BinaryIO]:
+    """The file, opened without waiting for a pipe's other end; OSError if it is no regular file."""
+    # Without O_NONBLOCK, opening a pipe would wait for somebody to write to it.
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        yield file
+
+
+def read_regular(path: str | Path, *, limit: int = MAX_IMAGE_BYTES) -> bytes:
+    """All of a regular file of at most `limit` bytes; OSError otherwise."""
+    with open_regular(path) as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"more than {limit:,} bytes", str(path))
+    return data
+
+
+def read_text(path: str | Path, *, limit: int = MAX_JSON_BYTES) -> str:
+    """All of a UTF-8 text file; UserError with the cause otherwise."""
+    try:
+        return read_regular(path, limit=limit).decode("utf-8")
+    except (OSError, ValueError) as problem:
+        raise UserError(f"{path} cannot be read as text ({reason(problem)}).") from problem
+
+
+def read_table(path: str | Path) -> dict[str, Any]:
+    """The JSON object in a file; UserError with the cause otherwise."""
+    return parse_table(read_text(path), where=str(path))
+
+
+def parse_table(text: str | bytes, *, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except RecursionError as problem:
+        raise UserError(f"{where} is not valid JSON (nested too deeply).") from problem
+    except ValueError as problem:
+        raise UserError(f"{where} is not valid JSON ({reason(problem)}).") from problem
+    if not isinstance(value, dict):
+        raise UserError(f"{where} holds a JSON {type(value).__name__}, not an object of names and values.")
+    return value
+
+
+def reason(problem: BaseException) -> str:
+    """One line about an exception."""
+    text = problem.strerror if isinstance(problem, OSError) and problem.strerror else str(problem)
+    return (text.strip().splitlines() or [type(problem).__name__])[0].rstrip(".")[:200]
+
+
+def refuse_bomb(archive: ZipFile, path: str | Path) -> None:
+    """UserError for a zip file (also .npz, .pth) whose members unpack to far more than it is long."""
+    unpacked, own = sum(info.file_size for info in archive.infolist()), os.path.getsize(path)
+    if unpacked > MAX_UNPACKED and unpacked > MAX_RATIO * own:
+        raise UserError(
+            f"{path} would unpack to {unpacked:,} bytes, {unpacked // max(1, own)} times its size: it is refused as a "
+            f"decompression bomb; store its content with less or no compression."
+        )
+
+
+# No network for images has a number beyond these in its config; one that has would be built for ever.
+MAX_NUMBER, MAX_LAYERS = 1 << 20, 1000
+
+
+def refuse_giants(settings: Mapping[str, Any], *, where: str) -> None:
+    """UserError if a foreign library's config asks for more layers, or wider ones, than any network has."""
+    waiting: list[tuple[str, Any]] = list(settings.items())
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, Mapping):
+            waiting += [(str(key), item) for key, item in value.items()]
+        elif isinstance(value, list):
+            waiting += [(name, item) for item in value]
+        elif isinstance(value, int | float):
+            limit = MAX_LAYERS if "layers" in name or "depth" in name else MAX_NUMBER
+            if not (math.isfinite(value) and abs(value) <= limit):
+                raise UserError(f"{where} says {name[:60]} = {value!r:.40}, which is beyond any network ({limit:,}).")
+
+
+def refuse_unbacked(parameters: int, folder: Path, *, where: str) -> None:
+    """UserError if a network has far more parameters than the files in its folder have bytes."""
+    own = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+    if parameters > MAX_UNPACKED and parameters > 4 * own:
+        raise UserError(f"{where} describes a network of {parameters:,} parameters, and its files have {own:,} bytes.")
+
+
+def of_kind(values: Mapping[str, Any], name: str, kind: type | tuple[type, ...], *, where: str) -> Any:
+    """values[name], which must be of this kind; a truth value is no number."""
+    value = values.get(name)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise UserError(f"{where} says {name} = {value!r:.60}, which is not what belongs there.")
+    return value
