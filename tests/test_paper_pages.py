@@ -4,9 +4,9 @@ import json
 
 import numpy as np
 import pytest
-from anechoic.paper.judging import packed, unpacked
 
 from anechoic.paper import catalogue, crossover, full, pocket
+from anechoic.paper.evaluation import packed, unpacked
 from anechoic.paper.pages import (
     difference_table,
     measured_table,
