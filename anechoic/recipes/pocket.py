@@ -95,7 +95,7 @@ def pocket_mae_emoji() -> Config:
             },
         ),
         shortcut=ShortcutConfig(alpha_min=0.6),
-        optim=OptimConfig(algorithm="muon", batch_size=128, samples=96_000, lr=1e-3),
+        optim=OptimConfig(algorithm="muon", batch_size=128, samples=96_000, lr=8e-3),
     )
 
 
