@@ -83,7 +83,7 @@ class Section:
 @dataclass(frozen=True)
 class DataConfig(Section):
     source: str = ""
-    """where the images are: digits, scenes, a folder, list, zip, tar, parquet, npz, or hf:NAME"""
+    """where the images are: digits, scenes, emoji, a folder, list, zip, tar, parquet, npz, or hf:NAME"""
     image_size: Count = 224
     """side of the square images given to the model"""
     channels: Count = 3
@@ -141,6 +141,8 @@ class ObjectiveConfig(Section):
 
 @dataclass(frozen=True)
 class OptimConfig(Section):
+    algorithm: Literal["adamw", "muon"] = "adamw"
+    """what moves the weights; muon: the matrices of blocks and skips by orthogonalised momentum, the rest by AdamW"""
     batch_size: Count = 1024
     """samples per update, over all processes and accumulated parts"""
     epochs: Positive | None = None
@@ -161,6 +163,8 @@ class OptimConfig(Section):
     """of AdamW"""
     eps: NotNegative = 1e-8
     """of AdamW"""
+    momentum: Share = 0.95
+    """of Muon (Nesterov)"""
     weight_decay: NotNegative = 0.05
     """decoupled weight decay"""
     decayed: Literal["matrices", "all"] = "matrices"

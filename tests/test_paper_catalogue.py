@@ -60,9 +60,9 @@ def test_rows_show_variants_that_exist_and_can_be_trained(name, scale):
     for variant in grid.needed():
         check(variants[variant].config)
         assert variants[variant].config.optim.samples
-    trials = grid.trials(variants, range(2))
+    trials = grid.trials(variants, 2)
     assert len({trial.name for trial in trials}) == len(trials) == 2 * len(grid.needed())
-    assert {trial.config.seed for trial in trials} == {0, 1}
+    assert {trial.config.seed for trial in trials} == {grid.first_seed, grid.first_seed + 1}
 
 
 @pytest.mark.parametrize("scale", catalogue.SCALES)
@@ -187,7 +187,8 @@ def test_a_dry_run_lists_every_run_and_touches_nothing(scale, tmp_path, monkeypa
     grids = catalogue.choose("all", scale)
     assert list(found) == [grid.name for grid in grids]
     for grid in grids:
-        assert found[grid.name]["trials"] == [f"{name}-seed{seed}" for name in grid.needed() for seed in range(3)]
+        seeds = range(grid.first_seed, grid.first_seed + 3)
+        assert found[grid.name]["trials"] == [f"{name}-seed{seed}" for name in grid.needed() for seed in seeds]
         if scale == "pocket":
             assert all(seconds > 0 for seconds in found[grid.name]["seconds"].values())
     assert list(tmp_path.iterdir()) == []

@@ -106,7 +106,8 @@ def reproduce(
 
     Args:
         what: table1, table2, table3a, table3b, table4, fig3 to fig7, all, or a page of the map (stability, blocks,
-            length, long-blocks, early, axes, remedies, search).
+            length, long-blocks, early, axes, remedies, search, hands,
+            hands-rates, hands-search).
         scale: pocket takes minutes to hours on two cores; full is the paper's own setting, for accelerators.
         data: folder with cifar100/train.parquet and so on; default the environment variable ANECHOIC_DATA, or here.
         results: where the records are, one JSON file for each trial.
@@ -153,7 +154,7 @@ def reproduced(
     texts: list[str] = []
     metrics: dict[str, Any] = {}
     for grid in grids:
-        trials = grid.trials(catalogue.variants(grid, scale), range(seeds))
+        trials = grid.trials(catalogue.variants(grid, scale), seeds)
         folders = Folders(results / grid.group, runs / grid.group, root)
         if dry:
             found = planned(trials, folders, accelerator=scale == "full")

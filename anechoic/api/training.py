@@ -56,7 +56,7 @@ def pretrain(
     Example: anechoic pretrain photos --out runs/photos --epochs 100
 
     Args:
-        data: digits, scenes, a folder, list, zip, tar, parquet, npz, or hf:NAME.
+        data: digits, scenes, emoji, a folder, list, zip, tar, parquet, npz, or hf:NAME.
         out: the run directory.
         image_size: side of the images the model sees; default by the images.
         channels: 3 for colour, 1 for grey.

@@ -73,4 +73,30 @@ def pocket_mae_cifar100() -> Config:
     )
 
 
-RECIPES = (pocket_mae_digits, pocket_mae_scenes, pocket_mae_cifar100)
+def pocket_mae_emoji() -> Config:
+    """A small masked autoencoder on 1,030 things drawn by five hands, embedded in the package.
+
+    Command: anechoic train pocket_mae_emoji --out runs/emoji
+    Cost: 96,000 samples, a few minutes of one processor core.
+    Expect: not measured.
+    """
+    return Config(
+        data=DataConfig(source="emoji", image_size=48, scale=(0.5, 1.0), holdout=256),
+        model=ModelConfig(
+            "mae_tiny_patch4",
+            {
+                "patch_size": 8,
+                "dim": 96,
+                "depth": 6,
+                "num_heads": 3,
+                "decoder_dim": 48,
+                "decoder_depth": 3,
+                "decoder_num_heads": 3,
+            },
+        ),
+        shortcut=ShortcutConfig(alpha_min=0.6),
+        optim=OptimConfig(algorithm="muon", batch_size=128, samples=96_000, lr=8e-3),
+    )
+
+
+RECIPES = (pocket_mae_digits, pocket_mae_scenes, pocket_mae_cifar100, pocket_mae_emoji)

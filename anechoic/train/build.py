@@ -17,6 +17,7 @@ from anechoic.data.latents import Latents, is_latents
 from anechoic.errors import UserError
 from anechoic.models import build_model, model_config
 from anechoic.models.preprocess import Preprocess
+from anechoic.train.muon import Muon
 from anechoic.train.objectives import OBJECTIVES, make_objective
 from anechoic.train.optim import parameter_groups
 
@@ -86,15 +87,18 @@ def describe(config: Config, model: nn.Module, run_dir: Path, *, seen: int) -> s
     )
 
 
-def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
-    """AdamW, one fused kernel per group of parameters."""
+def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW, one fused kernel per group of parameters; or Muon, with AdamW for what is no matrix of the body."""
     groups = parameter_groups(
         model,
+        algorithm=optim.algorithm,
         weight_decay=optim.weight_decay,
         decayed=optim.decayed,
         exempt=optim.exempt,
         layer_decay=optim.layer_decay,
     )
+    if optim.algorithm == "muon":
+        return Muon(groups, momentum=optim.momentum, betas=optim.betas, eps=optim.eps)
     return torch.optim.AdamW(groups, lr=0.0, betas=optim.betas, eps=optim.eps, fused=True)
 
 
