@@ -128,4 +128,4 @@ def _hint(text: str, path: Path) -> str:
     """The nearest thing that does exist."""
     siblings = [str(item) for item in path.parent.iterdir()] if path.parent.is_dir() else []
     near = nearest_name(text.split(":")[0], [*NAMED, *siblings])
-    return near if near.startswith("did") else f"give an existing folder or file, or one of {', '.join(EMBEDDED)}."
+    return near if near.startswith("did") else f"give an existing folder or file, or one of {', '.join(NAMED)}."
