@@ -14,12 +14,13 @@ from anechoic.paper.pages import baseline_of
 from anechoic.paper.sweep import Folders, vary
 from anechoic.paper.trial import EvalPlan, is_file
 from anechoic.recipes import recipe
-from anechoic.runtime.run import write_json
+from anechoic.runtime.files import write_json
 from anechoic.train.build import check
 
-POCKET_GRIDS, POCKET_GROUPS = catalogue.SCALES["pocket"]
+POCKET_GRIDS = {grid.name: grid for grid in catalogue.choose("all", "pocket")}
+POCKET_GROUPS = {name: make for module in catalogue.SCALES["pocket"] for name, make in module.GROUPS.items()}
 
-EVERY = [(name, scale) for scale, (grids, _) in catalogue.SCALES.items() for name in grids]
+EVERY = [(grid.name, scale) for scale in catalogue.SCALES for grid in catalogue.choose("all", scale)]
 PAPER = ["table1", "table2", "table3a", "table3b", "table4", "fig3", "fig4", "fig5", "fig6", "fig7"]
 
 
@@ -72,7 +73,8 @@ def test_every_table_and_figure_of_the_paper_is_there(scale):
 
 @pytest.mark.parametrize("scale", catalogue.SCALES)
 def test_every_variant_of_a_group_is_run_and_shown_by_some_page(scale):
-    grids, groups = catalogue.SCALES[scale]
+    grids = {grid.name: grid for grid in catalogue.choose("all", scale)}
+    groups = {name: make for module in catalogue.SCALES[scale] for name, make in module.GROUPS.items()}
     assert {grid.group for grid in grids.values()} == set(groups)
     for group, variants in groups.items():
         assert {name for grid in grids.values() if grid.group == group for name in grid.needed()} == set(variants())

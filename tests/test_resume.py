@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from anechoic.runtime import checkpoint
-from anechoic.runtime.run import CLOCK_FIELDS, read_json, read_metrics
+from anechoic.runtime.files import read_json
+from anechoic.runtime.run import CLOCK_FIELDS, read_metrics
 
 pytestmark = pytest.mark.xdist_group("processes")
 

@@ -60,7 +60,7 @@ def sweep(
 
     check_counts(seeds, jobs)
     if bool(train) != bool(test):
-        raise UserError("Judging needs labelled images to fit and others to classify: give both --train and --test.")
+        raise UserError("Evaluation needs labelled images to fit and others to classify: give both --train and --test.")
     grid = {}
     for name, *values in vary:
         if name == "seed":
@@ -176,7 +176,7 @@ def verified(path: Path, runs: Path, root: Path) -> Outcome:
 
     from anechoic.paper.trial import run_trial, trial_from_json
     from anechoic.paper.verify import compare, verdict_text
-    from anechoic.runtime.run import read_json
+    from anechoic.runtime.files import read_json
 
     record = read_json(path)
     trial = trial_from_json(record)

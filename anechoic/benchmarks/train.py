@@ -224,7 +224,7 @@ def against_peer(work: Work, *, rounds: int, unfused: bool = False) -> dict[str,
 
 
 def decayed_against_residual(work: Work, *, pairs: int, unfused: bool = False) -> dict[str, Any]:
-    """The network with fading shortcuts beside the same one with plain shortcuts."""
+    """The network with decayed shortcuts beside the same one with plain shortcuts."""
     arguments = {
         name: (work, {"skips": True, "alpha_min": alpha_min}, unfused)
         for name, alpha_min in (("decayed", 0.6), ("residual", 1.0))

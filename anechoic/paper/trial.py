@@ -20,7 +20,8 @@ from anechoic.config import Config, Count, Section, Share, Whole, from_json, fro
 from anechoic.errors import NotFiniteError, UserError
 from anechoic.outcome import SCHEMA, commit, machine
 from anechoic.runtime.children import end_with_whoever_started_me
-from anechoic.runtime.run import VALIDATION, read_json, read_metrics, write_json
+from anechoic.runtime.files import read_json, write_json
+from anechoic.runtime.run import VALIDATION, read_metrics
 
 # Sources that are no files, such as digits:train: they are the same on every machine.
 EMBEDDED = ("digits", "scenes", "emoji", "hf")

@@ -1,6 +1,6 @@
 """Recipes that train in minutes to an hour on two processor cores, to see the method work rather than to set records.
 
-Each has decayed shortcuts; the residual twin is the same command with --shortcut.alpha-min 1.
+Each has decayed shortcuts; the residual baseline is the same command with --shortcut.alpha-min 1.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ def pocket_mae_digits() -> Config:
 
     Command: anechoic train pocket_mae_digits --out runs/digits
     Cost: 128,000 samples, about two minutes of one processor core.
-    Expect: held-out loss 0.339, k-NN on 64 held-out digits 45 %; its residual twin 0.321 and 62 % (measured, seed 0):
-    a run this short does not pay for fading shortcuts.
+    Expect: held-out loss 0.339, k-NN on 64 held-out digits 45 %; its residual baseline 0.321 and 62 % (measured,
+    seed 0): a run this short does not pay for decayed shortcuts.
     """
     return Config(
         data=DataConfig(source="digits:train", image_size=8, channels=1, flip=False, scale=(0.5, 1.0)),
