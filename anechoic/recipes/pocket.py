@@ -78,7 +78,7 @@ def pocket_mae_emoji() -> Config:
 
     Command: anechoic train pocket_mae_emoji --out runs/emoji
     Cost: 96,000 samples, three minutes of one processor core (540 samples a second, measured).
-    Expect: held-out loss 0.455; of the drawings by another hand, the mean token's nearest is the same thing in 8.9 %, the
+    Expect: held-out loss 0.455; of drawings by another hand, the mean token's nearest is the same thing in 8.9 %, the
     class token's in 7.6 %; its residual twin 0.452, 10.1 % and 5.6 % (measured, five seeds).
     """
     return Config(
