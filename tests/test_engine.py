@@ -284,9 +284,9 @@ def test_settings_of_the_process_are_put_back(tmp_path):
         torch.set_num_threads(1)
 
 
-def test_alphas_that_fade_in_are_not_compiled(tmp_path):
+def test_annealed_alphas_are_not_compiled(tmp_path):
     config = tiny_config(compile=True, shortcut=ShortcutConfig(alpha_min=0.6, anneal=0.5))
-    with pytest.raises(UserError, match="cannot fade in"):
+    with pytest.raises(UserError, match="cannot be annealed"):
         fit(config, tmp_path / "run")
 
 

@@ -230,27 +230,27 @@ def decayed_against_residual(work: Work, *, pairs: int, unfused: bool = False) -
         for name, alpha_min in (("decayed", 0.6), ("residual", 1.0))
     }
     name = f"decayed (alpha_min 0.6) beside residual, with skips, {work}"
-    return against_twin(name, arguments, arrangements(work.batch)[-1], pairs=pairs, batch=work.batch)
+    return against_baseline(name, arguments, arrangements(work.batch)[-1], pairs=pairs, batch=work.batch)
 
 
 def muon_against_adamw(work: Work, *, pairs: int, unfused: bool = False) -> dict[str, Any]:
     """A step with orthogonalised updates beside a step of AdamW, in one process of one thread."""
     options = {"skips": True, "alpha_min": 0.6}
     arguments = {name: (work, options, unfused, False, name.lower()) for name in ("Muon", "AdamW")}
-    return against_twin(f"Muon beside AdamW, with skips, {work}", arguments, (1, 1), pairs=pairs, batch=work.batch)
+    return against_baseline(f"Muon beside AdamW, with skips, {work}", arguments, (1, 1), pairs=pairs, batch=work.batch)
 
 
-def against_twin(
+def against_baseline(
     name: str, arguments: dict[str, tuple[Any, ...]], arrangement: tuple[int, int], *, pairs: int, batch: int
 ) -> dict[str, Any]:
     """Two steps of ours taking turns, the first one beside the second; low and high are the 95 % interval of the median
     ratio, not the range."""
     processes, threads = arrangement
-    mine, twin = arguments
+    mine, other = arguments
     entries = {key: Entry(ours, values, processes, threads) for key, values in arguments.items()}
     timing, memory = contest(entries, rounds=pairs, turn=0.0)
-    median, low, high = median_ratio(timing, twin, ours=mine)
-    line = row(name, timing, ours=mine, peer=twin, items=batch, memory_mb=memory[mine])
+    median, low, high = median_ratio(timing, other, ours=mine)
+    line = row(name, timing, ours=mine, peer=other, items=batch, memory_mb=memory[mine])
     everyone = {key: {"seconds": timing.median(key), "memory_mb": memory[key]} for key in entries}
     return line | {
         "ratio": median,

@@ -5,6 +5,8 @@ Labels are read only if asked for. Nothing here knows of models or training.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 
 from anechoic.data.archives import open_shard_pattern, open_tar, open_zip
@@ -38,8 +40,16 @@ __all__ = [
     "open_source",
 ]
 
-EMBEDDED = ("digits", "scenes", "emoji")
-FILE_READERS = {
+# A name -> what opens NAME or NAME:WORD:WORD. It gets the words, and by keyword what it asks for of labels, channels,
+# size and seed.
+NAMED: dict[str, Callable[..., Source]] = {
+    "digits": open_digits,
+    "scenes": open_scenes,
+    "emoji": open_emoji,
+    "hf": lambda words, *, labels, channels: open_hub(":".join(words), labels=labels, channels=channels),
+}
+# The ending of a file -> what opens it.
+FILE_READERS: dict[str, Callable[..., Source]] = {
     ".zip": open_zip,
     ".tar": open_tar,
     ".npy": open_array,
@@ -71,15 +81,11 @@ def open_source(
 
 def _open(source: str | Path, *, labels: bool, channels: int, size: int, seed: int) -> Source:
     text = str(source)
-    name, *rest = text.split(":")
-    if name == "digits":
-        return open_digits(rest, labels=labels, channels=channels)
-    if name == "scenes":
-        return open_scenes(rest, labels=labels, channels=channels, size=size, seed=seed)
-    if name == "emoji":
-        return open_emoji(rest, labels=labels, channels=channels)
-    if name == "hf":
-        return open_hub(text.removeprefix("hf:"), labels=labels, channels=channels)
+    name, *words = text.split(":")
+    if name in NAMED:
+        asked = inspect.signature(NAMED[name]).parameters
+        given = {"labels": labels, "channels": channels, "size": size, "seed": seed}
+        return NAMED[name](words, **{key: value for key, value in given.items() if key in asked})
     path = Path(text).expanduser()
     try:
         if path.is_dir():
@@ -121,5 +127,5 @@ def _open_file(path: Path, *, labels: bool, channels: int) -> Source:
 def _hint(text: str, path: Path) -> str:
     """The nearest thing that does exist."""
     siblings = [str(item) for item in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = nearest_name(text.split(":")[0], [*EMBEDDED, *siblings])
-    return near if near.startswith("did") else f"give an existing folder or file, or one of {', '.join(EMBEDDED)}."
+    near = nearest_name(text.split(":")[0], [*NAMED, *siblings])
+    return near if near.startswith("did") else f"give an existing folder or file, or one of {', '.join(NAMED)}."

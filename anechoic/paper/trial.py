@@ -23,8 +23,6 @@ from anechoic.runtime.children import end_with_whoever_started_me
 from anechoic.runtime.files import read_json, write_json
 from anechoic.runtime.run import VALIDATION, read_metrics
 
-# Sources that are no files, such as digits:train: they are the same on every machine.
-EMBEDDED = ("digits", "scenes", "emoji", "hf")
 # Of what is measured on held-out samples during training, what a record keeps.
 MONITORED = (
     "held_out_loss",
@@ -107,7 +105,10 @@ def trial_from_json(values: dict[str, Any]) -> Trial:
 
 
 def is_file(source: str) -> bool:
-    return bool(source) and source.partition(":")[0] not in EMBEDDED
+    """Whether the source is files; those with a name, such as digits:train, are the same on every machine."""
+    from anechoic.data import NAMED
+
+    return bool(source) and source.partition(":")[0] not in NAMED
 
 
 def located(source: str, root: Path) -> str:
