@@ -1,5 +1,7 @@
 """Retrieval across hands against a loop over drawings, and the laws it keeps."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -184,3 +186,24 @@ def test_flat_tokens_keep_the_layout(tiny):
     tokens = tiny.model.encoder(images)
     assert torch.equal(flat(tiny).model(images), tokens[:, 1:].reshape(2, 1, -1))
     assert flat(tiny).poolings == ("mean",)
+
+
+def test_a_record_keeps_retrieval_of_every_layer_and_what_stands_beside_it(tmp_path):
+    from anechoic.paper.hands import EVALUATION, emoji
+    from anechoic.paper.trial import Trial, run_trial, trial_from_json
+
+    config = emoji(0.6, lr=8e-3, samples=256)
+    small = {"dim": 24, "depth": 2, "num_heads": 2, "decoder_dim": 16, "decoder_depth": 1, "decoder_num_heads": 2}
+    config = replace(config, model=replace(config.model, options={**config.model.options, **small}))
+    plan = replace(EVALUATION, fitted=100, tested=60, retrieval="emoji:test:style=noto+twemoji", baselines=True)
+    record = run_trial(Trial("tiny-seed0", "tiny", config, plan), tmp_path / "run", root=tmp_path)
+    metrics = record["metrics"]
+    for token in ("mean", "class"):
+        for name in ("retrieval", "retrieval_standardised", "retrieval_whitened"):
+            assert len(metrics["layers"][token][name]) == 3
+            assert metrics[f"{name}_{token}"] == metrics["layers"][token][name][-1]
+        assert 0 <= metrics[f"group_vote_{token}"] <= 100
+    assert set(metrics["beside"]) == {"flat tokens", "untrained", "raw pixels"}
+    # Raw pixels know nothing of the training, and find drawings of the same layout.
+    assert metrics["beside"]["raw pixels"]["retrieval_mean"] > 100 * 5 / 203
+    assert trial_from_json(record).evaluation == plan

@@ -109,7 +109,7 @@ def hands_variants() -> dict[str, Variant]:
 HANDS = Grid(
     name="hands",
     title="One thing, five hands: retrieval across drawing styles",
-    claim="Fading shortcuts make the deep features of a generative learner more abstract.",
+    claim="Decayed shortcuts make the deep features of a generative learner more abstract.",
     group="hands",
     rows=[
         Row(f"{WORDS[algorithm]}, alpha_min {alpha:g}, peak rate {lr:g}", f"{algorithm}-alpha{alpha:g}")
@@ -127,7 +127,7 @@ HANDS = Grid(
 
 LEAD = Grid(
     name="hands-rates",
-    title="One thing, five hands: the lead of fading shortcuts over the peak rate",
+    title="One thing, five hands: the lead of decayed shortcuts over the peak rate",
     claim="",
     group="hands-rates",
     rows=[Row(f"Muon, peak rate {lr:g}, alpha_min 0.6", rate_name("muon", 0.6, SAMPLES, lr)) for lr in FULL_RATES],

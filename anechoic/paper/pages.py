@@ -6,7 +6,6 @@ Numbers come from reading.py, pictures are drawn by anechoic.report.figures; not
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -26,8 +25,6 @@ from anechoic.paper.statistics import (
     verdict,
 )
 from anechoic.report import figures
-
-PEAK_RATE = re.compile(r", peak rate [^,]*")
 
 
 def write_page(grid: Grid, results: Path, out: Path, *, command: str) -> Path:
@@ -265,18 +262,25 @@ def early_body(grid: Grid, records: Records, out: Path) -> list[str]:
 
 
 def losses_body(grid: Grid, records: Records, out: Path) -> list[str]:
-    """Numbers whose third decimal matters, one line each; the smallest of those that differ in rate alone is bold."""
-    found = {row.label: records.mean(row.variant, next(iter(grid.metrics))) for row in grid.rows}
-    search = {label: PEAK_RATE.sub("", label) for label in found}
-    best = {
-        min((label for label in found if search[label] == name and found[label].n), key=lambda x: found[x].mean)
-        for name in {search[label] for label in found if found[label].n}
+    """Numbers whose third decimal matters, over the rate that ends each label; the smallest of each series is bold."""
+    (key, title), series = next(iter(grid.metrics.items())), {}
+    for row in grid.rows:
+        name, _, rate = row.label.rpartition(", peak rate ")
+        series.setdefault(name, []).append((row.label, float(rate), records.mean(row.variant, key)))
+    lines = [line(["", title, "seeds"]), line(["---"] * 3)]
+    for points in series.values():
+        least = min((found.mean for _, _, found in points if found.n), default=math.nan)
+        for label, _, found in points:
+            shown = f"{found.mean:.4f}" if found.n else "not run"
+            lines.append(line([label, f"**{shown}**" if found.mean == least else shown, str(found.n)]))
+    curves = {
+        title: {
+            name: [(math.log2(rate), found.mean, found.half or 0.0) for _, rate, found in points if found.n]
+            for name, points in series.items()
+        }
     }
-    lines = [line(["", *grid.metrics.values(), "seeds"]), line(["---"] * (len(grid.metrics) + 2))]
-    for label, value in found.items():
-        shown = f"{value.mean:.4f}" if value.n else "not run"
-        lines.append(line([label, f"**{shown}**" if label in best else shown, str(value.n)]))
-    return lines
+    figures.draw_estimates(curves, out / grid.name, xlabel="peak rate, as a power of two")
+    return [*lines, "", f"![{grid.title}]({grid.name}.png)"]
 
 
 def norms_body(grid: Grid, records: Records, out: Path) -> list[str]:

@@ -77,8 +77,9 @@ def pocket_mae_emoji() -> Config:
     """A small masked autoencoder on 1,030 things drawn by five hands, embedded in the package.
 
     Command: anechoic train pocket_mae_emoji --out runs/emoji
-    Cost: 96,000 samples, a few minutes of one processor core.
-    Expect: not measured.
+    Cost: 96,000 samples, three minutes of one processor core (540 samples a second, measured).
+    Expect: held-out loss 0.455; of drawings by another hand, the mean token's nearest is the same thing in 8.9 %, the
+    class token's in 7.6 %; its residual twin 0.452, 10.1 % and 5.6 % (measured, five seeds).
     """
     return Config(
         data=DataConfig(source="emoji", image_size=48, scale=(0.5, 1.0), holdout=256),
