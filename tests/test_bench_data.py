@@ -52,7 +52,7 @@ def test_bench_data_tells_rows_and_versions(monkeypatch: pytest.MonkeyPatch, cap
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["dta"], "did you mean 'data'"),
+        (["dta"], "did you mean data"),
         (["data", "--rounds", "0"], "at least one round"),
         (["data", "--images", "digits"], "folder of JPEGs"),
     ],

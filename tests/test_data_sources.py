@@ -306,8 +306,8 @@ def test_one_image_and_a_source_itself(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("digts", "did you mean 'digits'"),
-        ("scene:train", "did you mean 'scenes'"),
+        ("digts", "did you mean digits"),
+        ("scene:train", "did you mean scenes"),
         ("digits:valid", "digits:train or digits:test"),
         ("scenes:train:many", "scenes:train:20000"),
         ("scenes:0", "scenes:train:20000"),

@@ -33,7 +33,8 @@ from anechoic.models import build_model
 from anechoic.models.preprocess import Preprocess
 from anechoic.rng import Draws
 from anechoic.runtime import checkpoint
-from anechoic.runtime.run import read_json, read_metrics
+from anechoic.runtime.files import read_json
+from anechoic.runtime.run import read_metrics
 from anechoic.train import engine
 from anechoic.train.engine import DivergedError, Task, due, fit
 from anechoic.train.objectives import make_objective
@@ -283,9 +284,9 @@ def test_settings_of_the_process_are_put_back(tmp_path):
         torch.set_num_threads(1)
 
 
-def test_alphas_that_fade_in_are_not_compiled(tmp_path):
+def test_annealed_alphas_are_not_compiled(tmp_path):
     config = tiny_config(compile=True, shortcut=ShortcutConfig(alpha_min=0.6, anneal=0.5))
-    with pytest.raises(UserError, match="cannot fade in"):
+    with pytest.raises(UserError, match="cannot be annealed"):
         fit(config, tmp_path / "run")
 
 

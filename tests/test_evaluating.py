@@ -408,7 +408,7 @@ def test_mistakes_are_one_clear_sentence(digits_run, pictures, tmp_path):
     assert "at least 2 samples" in mistake("analyze", digits_run, loose, "--samples", 1)
     assert "There is no data" in mistake("analyze", digits_run, tmp_path / "nothing")
     assert "timm has no model" in mistake("knn", "--model", "timm:vit_tiny_pach16", "--train", sorted_)
-    assert "cannot be loaded" in mistake("knn", "--model", f"hf:{tmp_path}", "--train", sorted_)
+    assert "has no config.json" in mistake("knn", "--model", f"hf:{tmp_path}", "--train", sorted_)
     assert "folders images and masks" in mistake("segment", digits_run, loose)
     assert "no device 'gpu'" in mistake("embed", digits_run, "digits:test", "-o", tmp_path / "x.npz", "--device", "gpu")
     assert "name a run directory" in mistake("probe", "--model", "timm:x", "--train", sorted_, "--noise", 0.1)

@@ -589,7 +589,7 @@ def test_u_vit(rows, conv, tmp_path):
     config = ours.network.config
     assert ours.kind == "U-ViT"
     assert (config.num_classes, config.label_dropout > 0) == (5 if rows else None, rows == 6)
-    assert ours.preprocess["mean"] == [0.5] * 3
+    assert ours.preprocess.mean == (0.5,) * 3
     x, time = torch.randn(2, 3, 8, 8), torch.tensor([3.0, 700.0])
     labels = torch.tensor([1, 4]) if rows else None
     with torch.no_grad():

@@ -25,6 +25,7 @@ CORRELATIONS = [
     {"seen": 10, "r_rows": -0.9, "low_rows": None, "high_rows": None},
     {"seen": 20, "r_rows": -0.5, "low_rows": -0.9, "high_rows": 0.2},
 ]
+NAMES = [[f"image {i}.{j}" for j in range(5)] for i in range(4)]
 KINDS = {
     "tsne": lambda path: figures.draw_tsne(
         rng.random((30, 2)), np.arange(30) % 10, path, names=[f"class {i}" for i in range(10)], title="t"
@@ -32,7 +33,12 @@ KINDS = {
     "reconstructions": lambda path: figures.draw_reconstructions(IMAGES, IMAGES[..., 0] > 0.5, IMAGES, path, title="t"),
     "maps": lambda path: figures.draw_maps(IMAGES, IMAGES, path, title="t"),
     "neighbours": lambda path: figures.draw_neighbours(
-        IMAGES, IMAGES[None].repeat(4, 0), path, similarities=rng.random((4, 4)), correct=np.eye(4, dtype=bool)
+        IMAGES,
+        IMAGES[None].repeat(4, 0),
+        path,
+        similarities=rng.random((4, 4)),
+        names=NAMES,
+        correct=np.eye(4, dtype=bool),
     ),
     "layers": lambda path: figures.draw_layers(
         {"rank": {"class": {0: 1.0, 1: 2.0, 2: None}, "mean": {0: 3.0, 8: 1.0}}, "CKA": {"class": {0: 1.0, 1: 0.5}}},
@@ -66,7 +72,7 @@ def test_every_picture_is_written_twice_and_labelled(kind, tmp_path):
 
 
 def test_the_same_picture_is_the_same_file(tmp_path):
-    curves = {"rank": {"class": [1.0, 2.0]}}
+    curves = {"rank": {"class": {0: 1.0, 1: 2.0}}}
     first, second = (figures.draw_layers(curves, tmp_path / name) for name in ("a", "b"))
     for one, two in zip(first, second, strict=True):
         assert one.read_bytes() == two.read_bytes()

@@ -157,7 +157,8 @@ def test_a_run_goes_on_bit_for_bit_average_included(runs: dict[str, Path], tmp_p
     first, last = (sorted((whole / "checkpoints").iterdir())[place] for place in (0, -1))
     (tmp_path / "checkpoints").mkdir()
     shutil.copytree(first, tmp_path / "checkpoints" / first.name)
-    shutil.copy(whole / "config.json", tmp_path)
+    for file in ("config.json", "metrics.jsonl"):
+        shutil.copy(whole / file, tmp_path)
     base = {"cond": pocket_uvit_digits_cond, "flow": pocket_sit_digits_cond}[name]
     fit(tiny(base()), tmp_path)
     assert first != last
@@ -291,7 +292,7 @@ def test_other_networks_make_no_images(tmp_path: Path, capsys: pytest.CaptureFix
     from anechoic.runtime.checkpoint import model_card, write_model
 
     vit = anechoic.build_model("vit_tiny_patch4", image_size=8, **TINY)
-    write_model(tmp_path / "vit", vit.state_dict(), model_card(vit, {}))
+    write_model(tmp_path / "vit", vit.state_dict(), model_card(vit, Preprocess((0.5,) * 3, (0.5,) * 3, 8, 3)))
     assert "only U-ViT and SiT" in failure(capsys, "sample", tmp_path / "vit")
 
 

@@ -4,9 +4,9 @@ import json
 
 import numpy as np
 import pytest
-from anechoic.paper.judging import packed, unpacked
 
-from anechoic.paper import catalogue, crossover, full, pocket
+from anechoic.paper import catalogue, crossover, full, hands, pocket
+from anechoic.paper.evaluation import packed, unpacked
 from anechoic.paper.pages import (
     difference_table,
     measured_table,
@@ -20,7 +20,7 @@ from anechoic.paper.statistics import Records, estimate
 from anechoic.paper.tally import write_tally
 from anechoic.report import figures
 
-POCKET_GRIDS, _ = catalogue.SCALES["pocket"]
+POCKET_GRIDS = {grid.name: grid for grid in catalogue.choose("all", "pocket")}
 
 SEEDS = (0, 1, 2)
 CHECKPOINTS = (1000, 2000, 4000)
@@ -29,15 +29,26 @@ CHECKPOINTS = (1000, 2000, 4000)
 def fake_metrics(rng):
     """Everything any page asks for, random."""
     keys = [f"{kind}_{token}" for kind in ("knn", "knn_standardised") for token in ("mean", "class")]
-    plain = [*pocket.PROBES, "probe", "frechet", "precision", "recall", "accuracy"]
+    plain = [
+        *pocket.PROBES,
+        *(key for key in hands.MEASURES if "." not in key),
+        "probe",
+        "frechet",
+        "precision",
+        "recall",
+        "accuracy",
+    ]
     images = rng.random((4, 8, 8, 3))
     return {
         "diverged": False,
         **{key: round(float(rng.uniform(20, 80)), 3) for key in plain},
         "layers": {
-            token: {name: [round(float(x), 3) for x in rng.uniform(1, 5, 5)] for name in ("entropy", "knn")}
+            token: {
+                name: [round(float(x), 3) for x in rng.uniform(1, 5, 5)] for name in ("entropy", "knn", "retrieval")
+            }
             for token in ("mean", "class")
         },
+        "beside": {"flat tokens": {"retrieval_mean": round(float(rng.uniform(20, 80)), 3)}},
         "probe_layers": {str(layer): float(rng.uniform(20, 80)) for layer in range(5)},
         "over_time": [
             {"seen": seen, **{key: float(rng.uniform(20, 80)) for key in [*keys, "entropy_mean", "entropy_class"]}}
@@ -229,7 +240,7 @@ def test_the_order_of_rows_is_said_beside_the_papers(tmp_path):
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_each_axis_is_compared_with_its_own_twin(tmp_path):
+def test_each_axis_is_compared_with_its_own_baseline(tmp_path):
     grid = crossover.AXES_GRID
     base = {"base": 30.0, "depth12": 10.0}
     for name, value in base.items():
@@ -263,6 +274,21 @@ def words(differences, *, spread=0.0, lengths=(1000, 2000, 4000)):
     per_seed = [[d - spread for d in differences], [d + spread for d in differences]]
     found = [estimate(values) for values in zip(*per_seed, strict=True)]
     return onset_words(lengths, per_seed, found)
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_the_smallest_loss_of_each_search_is_bold(tmp_path):
+    grid = POCKET_GRIDS["hands-search"]
+    losses = {}
+    for i, row in enumerate(grid.rows):
+        losses[row.label] = 0.5 + ((7 * i) % 11) / 1000
+        metrics = {"diverged": False, "training": [{"seen": 1, "held_out_loss": losses[row.label]}]}
+        write_record(tmp_path / "results" / grid.group, row.variant, 0, metrics)
+    text = page(grid, tmp_path / "results", tmp_path / "out")
+    for search in {label.rpartition(", peak")[0] for label in losses}:
+        least = min((loss, label) for label, loss in losses.items() if label.startswith(search))
+        assert f"| {least[1]} | **{least[0]:.4f}** | 1 |" in text
+    assert text.count("**") == 2 * len(hands.RATES)
 
 
 def test_the_onset_is_told_in_words():

@@ -7,6 +7,7 @@ import torch
 
 from anechoic import build_model
 from anechoic.cli import main
+from anechoic.models.preprocess import Preprocess
 from anechoic.runtime.checkpoint import load, model_card, write_model
 
 TINY = {"image_size": 16, "patch_size": 4, "dim": 48, "depth": 2, "num_heads": 3}
@@ -22,7 +23,7 @@ def run(tmp_path_factory):
         for parameter in mae.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     folder = tmp_path_factory.mktemp("run")
-    preprocess = {"mean": [0.5] * 3, "std": [0.25] * 3, "image_size": 16, "channels": 3}
+    preprocess = Preprocess((0.5,) * 3, (0.25,) * 3, 16, 3)
     write_model(folder / "model", mae.state_dict(), model_card(mae, preprocess))
     return folder
 
@@ -95,7 +96,7 @@ def test_mistakes_get_one_sentence_and_code_2(arguments, sentence, run, tmp_path
 
 def test_latents_are_drawn_for_networks_of_latents(tmp_path, capsys):
     sit = build_model("sit_s_patch2", **{**TINY, "image_size": 8, "patch_size": 2}, num_classes=5)
-    preprocess = {"mean": [0.0] * 4, "std": [1.0] * 4, "image_size": 8, "channels": 4}
+    preprocess = Preprocess((0.0,) * 4, (1.0,) * 4, 8, 4)
     write_model(tmp_path / "run" / "model", sit.state_dict(), model_card(sit, preprocess))
     code, text = say(capsys, "export", tmp_path / "run", "--to", "safetensors", "--out", tmp_path / "out")
     assert (code, "on 4 images (drawn latents)" in text) == (0, True)

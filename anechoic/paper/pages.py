@@ -227,7 +227,7 @@ def layers_body(grid: Grid, records: Records, out: Path) -> list[str]:
 
 def blocks_body(grid: Grid, records: Records, out: Path) -> list[str]:
     """Accuracy after every block, and what each row is ahead of the baseline at the same block."""
-    panels = {"layers.mean.knn": "k-NN, mean token (%)", "layers.class.knn": "k-NN, class token (%)"}
+    panels = grid.panels
     curves = {
         title: {
             row.label: [(float(i), e.mean, e.half or 0.0) for i, e in enumerate(records.curve(row.variant, key))]
@@ -236,7 +236,7 @@ def blocks_body(grid: Grid, records: Records, out: Path) -> list[str]:
         for key, title in panels.items()
     }
     figures.draw_estimates(curves, out / grid.name, xlabel="block (0: embedding)")
-    depth = max(1, *(len(points) for points in curves["k-NN, mean token (%)"].values()))
+    depth = max(1, *(len(points) for lines in curves.values() for points in lines.values()))
     lines = []
     for key, title in panels.items():
         lines += [line([f"{title}, after block", *map(str, range(depth))]), line(["---"] * (depth + 1))]
@@ -259,6 +259,28 @@ def early_body(grid: Grid, records: Records, out: Path) -> list[str]:
         "",
         *blocks_body(grid, records, out),
     ]
+
+
+def losses_body(grid: Grid, records: Records, out: Path) -> list[str]:
+    """Numbers whose third decimal matters, over the rate that ends each label; the smallest of each series is bold."""
+    (key, title), series = next(iter(grid.metrics.items())), {}
+    for row in grid.rows:
+        name, _, rate = row.label.rpartition(", peak rate ")
+        series.setdefault(name, []).append((row.label, float(rate), records.mean(row.variant, key)))
+    lines = [line(["", title, "seeds"]), line(["---"] * 3)]
+    for points in series.values():
+        least = min((found.mean for _, _, found in points if found.n), default=math.nan)
+        for label, _, found in points:
+            shown = f"{found.mean:.4f}" if found.n else "not run"
+            lines.append(line([label, f"**{shown}**" if found.mean == least else shown, str(found.n)]))
+    curves = {
+        title: {
+            name: [(math.log2(rate), found.mean, found.half or 0.0) for _, rate, found in points if found.n]
+            for name, points in series.items()
+        }
+    }
+    figures.draw_estimates(curves, out / grid.name, xlabel="peak rate, as a power of two")
+    return [*lines, "", f"![{grid.title}]({grid.name}.png)"]
 
 
 def norms_body(grid: Grid, records: Records, out: Path) -> list[str]:
@@ -402,7 +424,7 @@ def pictures_body(grid: Grid, records: Records, out: Path) -> list[str]:
 
 
 def draw_kept(pictures: dict, kind: str, path: Path, title: str) -> Path:
-    from anechoic.paper.judging import unpacked
+    from anechoic.paper.evaluation import unpacked
 
     kept = pictures[kind]
     if kind == "map":
@@ -421,6 +443,7 @@ BODIES = {
     "layers": layers_body,
     "norms": norms_body,
     "blocks": blocks_body,
+    "losses": losses_body,
     "early": early_body,
     "length": length_body,
     "axes": axes_body,
