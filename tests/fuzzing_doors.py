@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import struct
 import tarfile
 import zipfile
@@ -172,6 +173,15 @@ def make_tars(folder: Path) -> None:
         for k in range(4):
             add(archive, f"{k:03d}.png", encoded("PNG"))
             add(archive, f"{k:03d}.cls", b"%d" % (k % 3))
+
+
+def make_shards(folder: Path) -> None:
+    from anechoic.data import open_source
+    from anechoic.data.shards import write_shards
+
+    make_folder(folder)
+    write_shards(open_source(folder / "photos", labels=True), folder / "shards", shard_bytes=1 << 16)
+    shutil.rmtree(folder / "photos")
 
 
 def make_parquet(folder: Path) -> None:
@@ -366,6 +376,7 @@ DOORS = {
     "list": Door(make_list, enter_list),
     "zip": Door(make_zips, enter_source),
     "tar": Door(make_tars, enter_source),
+    "shards": Door(make_shards, enter_source),
     "parquet": Door(make_parquet, enter_source),
     "npy": Door(make_npy, enter_array),
     "npz": Door(make_npz, enter_array),

@@ -116,7 +116,7 @@ def test_plain_arrays_are_not_statistics(tmp_path: Path) -> None:
     assert not frechet.is_statistics(tmp_path / "images.npz")
     assert not frechet.is_statistics(tmp_path / "absent.npz")
     (tmp_path / "text.npz").write_text("no archive")
-    with pytest.raises(UserError, match="not a readable"):
+    with pytest.raises(UserError, match="not a complete NumPy file"):
         frechet.is_statistics(tmp_path / "text.npz")
 
 

@@ -24,6 +24,7 @@ VERBS = {
     "sample": "generating",
     "frechet": "generating",
     "encode-latents": "generating",
+    "shard": "packing",
     "export": "shipping",
     "import-weights": "shipping",
     "sweep": "reproducing",

@@ -40,7 +40,8 @@ def open_regular(path: str | Path) -> Iterator[BinaryIO]:
 def read_regular(path: str | Path, *, limit: int = MAX_IMAGE_BYTES) -> bytes:
     """All of a regular file of at most `limit` bytes; OSError otherwise."""
     with open_regular(path) as file:
-        data = file.read(limit + 1)
+        # Room is made for what is there, not for the limit.
+        data = file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)
     if len(data) > limit:
         raise OSError(errno.EFBIG, f"more than {limit:,} bytes", str(path))
     return data
