@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import json
@@ -14,7 +13,7 @@ import tyro
 
 from anechoic import __version__
 from anechoic.api import VERBS, verb
-from anechoic.errors import UserError
+from anechoic.errors import UserError, nearest_name
 
 USER_MISTAKE = 2
 READER_GONE = 128 + 13  # as a shell reports a process that SIGPIPE ended
@@ -75,9 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, *rest = arguments
     if name not in VERBS:
-        near = difflib.get_close_matches(name, VERBS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "anechoic --help lists the verbs."
-        print(f"anechoic: there is no verb {name!r}; {hint}", file=sys.stderr)
+        print(f"anechoic: there is no verb {name!r}; {nearest_name(name, VERBS)}", file=sys.stderr)
         return USER_MISTAKE
     try:
         tyro.cli(with_json_flag(verb(name)), prog=f"anechoic {name}", args=rest)

@@ -6,7 +6,6 @@ choices and they are frozen in the run's config.json. Progress, intervals and bu
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Hashable, Iterator, Mapping
@@ -17,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, cast, ge
 
 import tyro
 
-from anechoic.errors import UserError
+from anechoic.errors import UserError, nearest_name
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -266,9 +265,8 @@ def from_mapping(section: type[SectionT], values: Mapping[str, Any], *, where: s
     known = hints(section)
     for name in values:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            remedy = f"did you mean {where}{near[0]}?" if near else f"there are {', '.join(known)}."
-            raise UserError(f"There is no setting {where}{name}; {remedy}")
+            names = [where + other for other in known]
+            raise UserError(f"There is no setting {where}{name}; {nearest_name(where + name, names, listed=99)}")
     return section(**{name: checked(value, known[name], where + name) for name, value in values.items()})
 
 

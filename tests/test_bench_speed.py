@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from anechoic.benchmarks import embed, growth, sample
 from anechoic.benchmarks.memory import peak_memory_mb
 from anechoic.benchmarks.timing import Timing, interleave, row_without_peer, table
-from anechoic.data import Augment, Loader, normalise, open_source
+from anechoic.data import Augment, Loader, open_source
 from anechoic.models import build_model
 from anechoic.report.figures import draw_growth
 
@@ -37,7 +37,7 @@ def listing(tmp_path):
 def test_the_peer_sees_the_same_pixels(listing):
     peer = embed.PillowImages(tuple(str(listing.parent / f"{k}.jpg") for k in range(3)))
     (batch,) = Loader(open_source(listing), image_size=224, batch_size=3, augment=Augment("centre"), cache=False)
-    ours = normalise(batch.images, embed.MEAN, embed.STD)
+    ours = embed.PREPROCESS.apply(batch.images)
     assert len(peer) == 3
     torch.testing.assert_close(peer[0], ours[0], rtol=1e-5, atol=1e-5)
     for k in (1, 2):  # resized by two libraries: the same but for rounding

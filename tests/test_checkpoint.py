@@ -11,10 +11,11 @@ import torch
 import anechoic
 from anechoic.errors import UserError
 from anechoic.models import build_model
+from anechoic.models.preprocess import Preprocess
 from anechoic.runtime import checkpoint
 from anechoic.train.optim import parameter_groups
 
-PREPROCESS = {"mean": [0.5], "std": [0.25], "image_size": 16, "channels": 1}
+PREPROCESS = Preprocess((0.5,), (0.25,), 16, 1)
 SIZES = {"image_size": 16, "in_channels": 1, "dim": 24, "depth": 2, "num_heads": 2}
 DECODER = {"decoder_dim": 16, "decoder_depth": 2, "decoder_num_heads": 2}
 

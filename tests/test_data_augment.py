@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from anechoic.data import Augment, normalise
+from anechoic.data import Augment
 from anechoic.data.augment import crop_boxes, resize
 from anechoic.errors import UserError
 from anechoic.rng import Draws
@@ -182,14 +182,3 @@ def test_any_number_of_channels() -> None:
 def test_impossible_augmentations_are_refused(options: dict) -> None:
     with pytest.raises(UserError):
         Augment(**options)
-
-
-def test_normalise_is_the_formula() -> None:
-    images = torch.stack([picture(5, 6, seed=k) for k in range(2)])
-    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-    expected = (images.double() / 255 - torch.tensor(mean).double()[:, None, None]) / torch.tensor(std).double()[
-        :, None, None
-    ]
-    out = normalise(images, mean, std)
-    assert out.dtype == torch.float32
-    assert (out - expected).abs().max() < 1e-6

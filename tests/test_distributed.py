@@ -21,7 +21,7 @@ from anechoic.runtime.distributed import (
     total,
     without_averaging,
 )
-from anechoic.train.build import make_model, preparation
+from anechoic.train.build import make_model, preprocess_of
 from anechoic.train.engine import Task, fit, split
 from anechoic.train.monitor import split_indices
 from anechoic.train.objectives import make_objective
@@ -55,7 +55,7 @@ def gradients(accumulate):
             world_size=world.size,
         )
         task = parallel(world, Task(model, make_objective("masked_reconstruction"), seed=7))
-        prepare = preparation(config, world.device)
+        prepare = preprocess_of(config).apply
         batch = next(iter(loader))
         losses = []
         parts = split(batch, accumulate)

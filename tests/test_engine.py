@@ -27,14 +27,16 @@ from anechoic.config import (
 )
 from anechoic.data import open_source
 from anechoic.data.loader import permutation
+from anechoic.data.split import hold_out
 from anechoic.errors import UserError
 from anechoic.models import build_model
+from anechoic.models.preprocess import Preprocess
 from anechoic.rng import Draws
 from anechoic.runtime import checkpoint
 from anechoic.runtime.run import read_json, read_metrics
 from anechoic.train import engine
-from anechoic.train.engine import DivergedError, due, fit
-from anechoic.train.monitor import split_indices
+from anechoic.train.engine import DivergedError, Task, due, fit
+from anechoic.train.objectives import make_objective
 
 MODEL = {
     "patch_size": 2,
@@ -70,7 +72,7 @@ def train_records(path):
 def reference_losses(steps, *, ema):
     """The same run, spelt out: digits 8 x 8 without augmentation, AdamW in two groups, warm-up and cosine by update."""
     source = open_source("digits", channels=1)
-    train, _ = split_indices(len(source), holdout=64)
+    train, _ = hold_out(len(source), 64)
     pixels = torch.stack([source.read(int(i)) for i in train]).float() / 255
     images = (pixels - 0.5) / 0.5
     torch.manual_seed(7)
@@ -147,7 +149,7 @@ def test_the_run_directory(tmp_path):
     assert list(results) == ["schema", "config", "seed", "commit", "machine", "metrics", "seconds"]
     assert results["config"] == read_json(tmp_path / "config.json")
     assert results["metrics"]["seen"] == 25 * BATCH
-    assert anechoic.load(tmp_path).preprocess == {"mean": [0.5], "std": [0.5], "image_size": 8, "channels": 1}
+    assert anechoic.load(tmp_path).preprocess == Preprocess((0.5,), (0.5,), 8, 1)
 
 
 def test_watching(tmp_path):
@@ -171,10 +173,10 @@ def test_watching(tmp_path):
 
 
 def test_held_out_samples_are_never_trained_on():
-    train, held_out = split_indices(1000, holdout=64)
+    train, held_out = hold_out(1000, 64)
     assert sorted([*train, *held_out]) == list(range(1000))
     assert len(held_out) == 64
-    again, _ = split_indices(1000, holdout=64)
+    again, _ = hold_out(1000, 64)
     assert (again == train).all()
 
 
@@ -246,6 +248,25 @@ def test_drop_path_is_a_function_of_progress(tmp_path):
         losses.append([record["loss"] for record in train_records(tmp_path / name)])
         torch.rand(3)
     assert losses[0] == losses[1]
+
+
+def test_drop_path_belongs_to_the_samples():
+    """Each half of a batch, on a process of its own, drops what the whole batch drops."""
+    torch.manual_seed(0)
+    options = {"image_size": 8, "patch_size": 2, "in_channels": 1, "dim": 24, "depth": 3, "num_heads": 2}
+    model = build_model("vit_tiny_patch4", **options, num_classes=10, drop_path=0.5).train()
+    objective = make_objective("supervised")
+    images, labels, ids = torch.randn(8, 1, 8, 8), torch.arange(8), torch.arange(100, 108)
+    task = Task(model, objective, seed=3)
+
+    def losses(rows):
+        visits = torch.zeros(len(rows), dtype=torch.int64)
+        return [task(images[i : i + 1], ids[i : i + 1], visits[:1], labels[i : i + 1])["loss"] for i in rows]
+
+    whole = task(images, ids, torch.zeros(8, dtype=torch.int64), labels)["loss"]
+    torch.testing.assert_close(torch.stack(losses(range(8))).mean(), whole)
+    other = task(images, ids, torch.ones(8, dtype=torch.int64), labels)["loss"]
+    assert not torch.equal(whole, other)
 
 
 def test_settings_of_the_process_are_put_back(tmp_path):

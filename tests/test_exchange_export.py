@@ -13,11 +13,12 @@ from anechoic.api.shipping import check_images
 from anechoic.errors import UserError
 from anechoic.exchange.exporting import TARGETS, encoder_of, export_model, largest_difference, with_final_norm
 from anechoic.exchange.importing import Choices, import_checkpoint
+from anechoic.models.preprocess import Preprocess
 from anechoic.runtime.checkpoint import load, model_card, write_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
-PREPROCESS = {"mean": [0.5] * 3, "std": [0.25] * 3, "image_size": 32, "channels": 3}
+PREPROCESS = Preprocess((0.5,) * 3, (0.25,) * 3, 32, 3)
 TINY = {"image_size": 32, "dim": 48, "depth": 4, "num_heads": 3}
 DECODER = {"decoder_dim": 32, "decoder_depth": 2, "decoder_num_heads": 2}
 NETWORKS = {

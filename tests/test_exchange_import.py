@@ -14,6 +14,7 @@ from anechoic.errors import UserError
 from anechoic.exchange.importing import import_checkpoint
 from anechoic.exchange.told import Choices
 from anechoic.models.layers import sincos_positions
+from anechoic.models.preprocess import Preprocess
 from anechoic.shortcut import linear
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -175,7 +176,7 @@ def test_a_vit_of_transformers(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.2] * 3}))
     ours = imported(tmp_path)
     assert ours.left_out == ["pooler.dense.bias", "pooler.dense.weight"]
-    assert ours.preprocess == {"mean": [0.5] * 3, "std": [0.2] * 3, "image_size": 32, "channels": 3}
+    assert ours.preprocess == Preprocess((0.5,) * 3, (0.2,) * 3, 32, 3)
     with torch.no_grad():
         expected = theirs(IMAGES).last_hidden_state
         torch.testing.assert_close(ours.network(IMAGES), expected, atol=1e-5, rtol=1e-5)

@@ -35,7 +35,8 @@ KINDS = {
         IMAGES, IMAGES[None].repeat(4, 0), path, similarities=rng.random((4, 4)), correct=np.eye(4, dtype=bool)
     ),
     "layers": lambda path: figures.draw_layers(
-        {"rank": {"class": [1.0, 2.0, None], "mean": [3.0, 2.0, 1.0]}, "CKA": {"class": [1.0, 0.5, 0.2]}}, path
+        {"rank": {"class": {0: 1.0, 1: 2.0, 2: None}, "mean": {0: 3.0, 8: 1.0}}, "CKA": {"class": {0: 1.0, 1: 0.5}}},
+        path,
     ),
     "dynamics": lambda path: figures.draw_dynamics({"points": POINTS, "correlations": CORRELATIONS}, path),
 }
@@ -83,5 +84,5 @@ def test_nothing_to_draw():
 
 def test_only_pictures_need_matplotlib():
     """Judging without drawing does not import it."""
-    code = "import sys, anechoic.evals.analyses, anechoic.evals.segmenting; assert 'matplotlib' not in sys.modules"
+    code = "import sys, anechoic.evals.evaluator, anechoic.evals.segmenting; assert 'matplotlib' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

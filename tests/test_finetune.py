@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,11 +13,12 @@ from PIL import Image, ImageEnhance, ImageOps
 from anechoic.cli import main
 from anechoic.errors import UserError
 from anechoic.models import build_model
+from anechoic.models.preprocess import Preprocess
 from anechoic.recipes import recipe
 from anechoic.rng import Draws
 from anechoic.runtime.checkpoint import load, model_card, write_model
 from anechoic.train import finetuning
-from anechoic.train.build import make_optimizer
+from anechoic.train.build import check, make_optimizer
 from anechoic.train.monitor import Samples
 from anechoic.train.objectives import make_objective
 
@@ -158,7 +160,7 @@ def test_without_mixing_nothing_changes():
 
 def test_the_objective_augments_in_training_only():
     model = build_model("vit_tiny_patch4", image_size=8, dim=24, depth=1, num_heads=2, num_classes=3, pool="mean")
-    objective = make_objective("finetuning", mean=[0.5] * 3, std=[0.5] * 3, num_classes=3)
+    objective = make_objective("finetuning", preprocess=Preprocess((0.5,) * 3, (0.5,) * 3, 8, 3), num_classes=3)
     batch = Samples(torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 0]))
     draws = Draws(0, torch.arange(4), torch.zeros(4, dtype=torch.int64))
     model.eval()
@@ -167,7 +169,15 @@ def test_the_objective_augments_in_training_only():
     model.train()
     assert objective(model, batch, draws)["loss"].item() != pytest.approx(expected.item(), abs=1e-6)
     with pytest.raises(UserError, match="erase"):
-        make_objective("finetuning", mean=[0.5], std=[0.5], num_classes=3, erase=2.0)
+        make_objective("finetuning", num_classes=3, erase=2.0)
+
+
+def test_how_images_are_normalised_is_said_once():
+    """The objective undoes the data's own mean and std, so no second pair can differ from it."""
+    config = recipe("finetune_base_in1k")
+    options = {**config.objective.options, "mean": [0.1] * 3}
+    with pytest.raises(UserError, match="no option 'mean'"):
+        check(replace(config, objective=replace(config.objective, options=options)))
 
 
 def test_the_recipe_s_rates_are_the_published_ones():
@@ -188,7 +198,7 @@ def test_the_recipe_s_rates_are_the_published_ones():
     exempt = {name for name, decay in decays.items() if decay == 0}
     assert {"positions", "class_token", "head.bias", "blocks.0.norm1.weight"} <= exempt
     assert decays["head.weight"] == decays["blocks.3.mlp.fc1.weight"] == 0.05
-    rates = [block.drop_path.rate for block in model.blocks]
+    rates = [block.drop_path1.rate for block in model.blocks]
     assert rates == pytest.approx([0.1 * i / 11 for i in range(12)])
 
 
@@ -200,7 +210,7 @@ def pretrained(tmp_path_factory):
     torch.manual_seed(0)
     sizes = {"dim": 24, "depth": 2, "num_heads": 2, "decoder_dim": 16, "decoder_depth": 2, "decoder_num_heads": 2}
     model = build_model("mae_tiny_patch4", image_size=8, patch_size=2, in_channels=1, alpha_min=0.7, **sizes)
-    card = model_card(model, {"mean": [0.5], "std": [0.5], "image_size": 8, "channels": 1})
+    card = model_card(model, Preprocess((0.5,), (0.5,), 8, 1))
     return write_model(tmp_path_factory.mktemp("runs") / "model", model.state_dict(), card)
 
 
@@ -269,7 +279,7 @@ def test_mistakes_are_one_clear_sentence(pretrained, tmp_path, capsys):
     assert "one class only" in capsys.readouterr().err
     torch.manual_seed(0)
     model = build_model("resnet18", image_size=16, width=8, num_classes=3)
-    card = model_card(model, {"mean": [0.5] * 3, "std": [0.5] * 3, "image_size": 16, "channels": 3})
+    card = model_card(model, Preprocess((0.5,) * 3, (0.5,) * 3, 16, 3))
     write_model(tmp_path / "resnet", model.state_dict(), card)
     assert main(["finetune", str(tmp_path / "resnet"), "--train", "digits:train", "--out", str(tmp_path / "x")]) == 2
     assert "masked autoencoder or vision transformer" in capsys.readouterr().err

@@ -14,12 +14,14 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import anechoic
+from anechoic.api.evaluating import noisy_outcome
 from anechoic.cli import main
 from anechoic.config import Config, MonitorConfig, OptimConfig, SaveConfig
 from anechoic.diffusion.generation import Request, generate, training_config
 from anechoic.diffusion.process import drop_labels
 from anechoic.errors import UserError
-from anechoic.evals.noisy_probe import NoisyProbe, Row, probe_noise
+from anechoic.evals.evaluator import Evaluation
+from anechoic.models.preprocess import Preprocess
 from anechoic.recipes.diffusion import (
     RECIPES,
     pocket_sit_digits_cond,
@@ -350,7 +352,7 @@ def test_any_encoder_of_ours_can_judge(runs: dict[str, Path], tmp_path: Path) ->
 
     torch.manual_seed(0)
     vit = anechoic.build_model("vit_tiny_patch4", image_size=8, in_channels=1, **TINY)
-    prepare = {"mean": [0.5], "std": [0.5], "image_size": 8, "channels": 1}
+    prepare = Preprocess((0.5,), (0.5,), 8, 1)
     write_model(tmp_path / "mine", vit.state_dict(), model_card(vit, prepare))
     found = anechoic.frechet("digits:test", "digits:train", extractor=str(tmp_path / "mine")).metrics
     assert found["fd-mine"] > 0
@@ -361,27 +363,45 @@ def test_any_encoder_of_ours_can_judge(runs: dict[str, Path], tmp_path: Path) ->
 
 
 def test_probe_gives_every_layer_at_every_level(runs: dict[str, Path]) -> None:
-    found = probe_noise(runs["cond"], train="digits:train", test="digits:test", levels=(0.01, 0.3))
-    assert [(row.noise, row.layer) for row in found.rows] == [(t, k) for t in (0.01, 0.3) for k in range(4)]
-    text = found.text()
-    assert "t=0.01" in text
-    assert "test-selected maximum" in text
-    assert text.count("*") == 2
-    again = probe_noise(runs["cond"], train="digits:train", test="digits:test", levels=(0.3,), layers=(2,))
-    assert [row.accuracy for row in again.rows] == [
-        row.accuracy for row in found.rows if (row.noise, row.layer) == (0.3, 2)
-    ]
+    parts = {"train": "digits:train", "test": "digits:test"}
+    found = anechoic.probe(str(runs["cond"]), **parts, noise=(0.01, 0.3))
+    rows = found.metrics["rows"]
+    assert [(row["noise"], row["layer"]) for row in rows] == [(t, k) for t in (0.01, 0.3) for k in range(4)]
+    assert "t=0.01" in found.text
+    assert "test-selected maximum" in found.text
+    assert found.text.count("*") == 2
+    again = anechoic.probe(str(runs["cond"]), **parts, noise=(0.3,), layers=(2,))
+    assert again.metrics["rows"] == [row for row in rows if (row["noise"], row["layer"]) == (0.3, 2)]
+    last = anechoic.probe(str(runs["cond"]), **parts, noise=(0.3,), layers=(-1,))
+    assert last.metrics["rows"] == [row for row in rows if (row["noise"], row["layer"]) == (0.3, 3)]
 
 
 def test_the_choice_does_not_look_at_the_test_data() -> None:
-    found = NoisyProbe([Row(0.1, 1, 0.8, 0.7), Row(0.1, 2, 0.7, 0.9)])
-    assert found.chosen.layer == 1
-    assert found.best_on_test.layer == 2
-    assert found.metrics()["accuracy"] == 0.7
+    rows = [
+        {"noise": 0.1, "layer": 1, "pooling": "mean", "selection": 0.8, "probe": 0.7},
+        {"noise": 0.1, "layer": 2, "pooling": "mean", "selection": 0.7, "probe": 0.9},
+    ]
+    metrics, _ = noisy_outcome(Evaluation(rows, {}, {"train_samples": 1, "test_samples": 1, "classes": 2}))
+    assert metrics["chosen"]["layer"] == 1
+    assert metrics["test_selected_maximum"]["layer"] == 2
+    assert metrics["accuracy"] == 0.7
 
 
 def test_noise_levels_and_protocols_are_checked(runs: dict[str, Path]) -> None:
     with pytest.raises(UserError, match="between 0"):
-        probe_noise(runs["plain"], train="digits:train", test=None, levels=(1.5,))
+        anechoic.probe(str(runs["plain"]), train="digits:train", noise=(1.5,))
     with pytest.raises(UserError, match="logistic or in100"):
-        probe_noise(runs["plain"], train="digits:train", test=None, levels=(0.1,), protocol="mae")
+        anechoic.probe(str(runs["plain"]), train="digits:train", noise=(0.1,), protocol="mae")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"model": "timm:vit_tiny_patch16_224"}, "no --model"),
+        ({"pooling": ("class",)}, "leave --pooling out"),
+        ({"image_size": 16}, "leave --image-size out"),
+    ],
+)
+def test_flags_that_noise_cannot_honour_are_refused(runs: dict[str, Path], flags: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        anechoic.probe(str(runs["plain"]), train="digits:train", noise=(0.1,), **flags)

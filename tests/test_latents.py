@@ -14,7 +14,7 @@ from PIL import Image
 import anechoic
 from anechoic.cli import main
 from anechoic.config import to_json
-from anechoic.data import Array, normalise
+from anechoic.data import Array
 from anechoic.data.latents import (
     DrawLatents,
     Latents,
@@ -31,7 +31,7 @@ from anechoic.diffusion.generation import Request, generate
 from anechoic.diffusion.process import process_named
 from anechoic.diffusion.samplers import Guidance, sample_batch
 from anechoic.errors import UserError
-from anechoic.evals.noisy_probe import probe_noise
+from anechoic.models.preprocess import Preprocess
 from anechoic.recipes.diffusion import uvit_in100_latent_cond
 from anechoic.rng import Draws
 from anechoic.runtime.checkpoint import model_card, write_model
@@ -148,7 +148,7 @@ def run(cache: Path, tmp_path: Path) -> Path:
     torch.manual_seed(0)
     options = {"dim": 16, "depth": 2, "num_heads": 2, "num_classes": 4, "label_dropout": 0.1}
     model = anechoic.build_model("uvit_mid", image_size=8, in_channels=4, patch_size=2, **options)
-    prepare = {"mean": [0.0] * 4, "std": [1 / 255] * 4, "image_size": 8, "channels": 4}
+    prepare = Preprocess((0.0,) * 4, (1 / 255,) * 4, 8, 4)
     write_model(tmp_path / "run" / "model", model.state_dict(), model_card(model, prepare))
     config = to_json(uvit_in100_latent_cond())
     config["data"]["source"] = str(cache)
@@ -161,8 +161,7 @@ def test_drawn_latents_train_a_denoiser(cache: Path, run: Path) -> None:
     ids = torch.arange(16)
     draws = Draws(0, ids, torch.zeros_like(ids))
     latents = found.transform([found.read(i) for i in ids.tolist()], image_size=8, draws=draws)
-    # A deviation of 1 / 255 is how the recipe keeps the preparation of images from touching latents.
-    assert torch.equal(normalise(latents.clone(), [0.0] * 4, [1 / 255] * 4), latents)
+    assert torch.equal(model.preprocess.apply(latents.clone()), latents)  # what is no pixels is not normalised
     assert found.labels is not None
     batch = Samples(latents, torch.from_numpy(found.labels[:16]))
     objective = make_objective("noise_prediction", process="discrete")
@@ -215,8 +214,8 @@ def test_latents_without_an_autoencoder_ask_for_one(run: Path) -> None:
 def test_images_reach_a_denoiser_of_latents_through_the_autoencoder(run: Path, tmp_path: Path) -> None:
     images = np.random.default_rng(1).integers(0, 256, (60, 16, 16, 3), dtype=np.uint8)
     np.savez(tmp_path / "pictures.npz", images=images, labels=np.arange(60) % 4)
-    found = probe_noise(run, train=str(tmp_path / "pictures.npz"), test=None, levels=(0.1,))
-    assert [row.layer for row in found.rows] == [0, 1, 2, 3]
+    found = anechoic.probe(str(run), train=str(tmp_path / "pictures.npz"), noise=(0.1,)).metrics
+    assert [row["layer"] for row in found["rows"]] == [0, 1, 2, 3]
 
 
 # ---- mistakes -------------------------------------------------------------------------------------------------------

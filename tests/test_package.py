@@ -74,7 +74,7 @@ def test_json_has_the_fields_of_the_contract(capsys):
 
 def test_mistakes_get_one_sentence_and_exit_code_2(capsys):
     assert main(["modles"]) == 2
-    assert "did you mean 'models'?" in capsys.readouterr().err
+    assert "did you mean models?" in capsys.readouterr().err
     assert main(["models", "--filter", "nothing-like-this"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("anechoic: No model's name contains")

@@ -109,7 +109,7 @@ def test_planted_regions_are_recovered():
     tables = spectral_tables(tokens, SpectralOptions(channels=8, epochs=100, batch=6, ema=0.9, seed=1))
     found = segment.cluster(tables, clusters=2)
     truth = labels.repeat_interleave(SIDE // 8, 1).repeat_interleave(SIDE // 8, 2).numpy()
-    result = segment.judge(found, truth, clusters=2, classes=2, void=255)
+    result = segment.score_maps(found, truth, clusters=2, classes=2, void=255)
     assert result["hungarian"]["miou"] > 0.98
     assert result["greedy"]["accuracy"] >= result["hungarian"]["accuracy"]
 
@@ -129,7 +129,7 @@ def test_tables_are_reproducible_and_only_of_their_seed():
 def test_greedy_pixel_accuracy_is_never_below_hungarian(clusters, classes, seed):
     rng = np.random.default_rng(seed)
     found, labels = rng.integers(0, clusters, (2, 9, 9)), rng.integers(0, classes, (2, 9, 9))
-    result = segment.judge(found, labels, clusters=clusters, classes=classes, void=255)
+    result = segment.score_maps(found, labels, clusters=clusters, classes=classes, void=255)
     assert result["greedy"]["accuracy"] >= result["hungarian"]["accuracy"]
     assert 0 <= result["hungarian"]["miou"] <= 1
 
@@ -137,11 +137,11 @@ def test_greedy_pixel_accuracy_is_never_below_hungarian(clusters, classes, seed)
 def test_scores_by_hand():
     labels = np.array([[[0, 0, 0, 1, 1, 255, 2, 2]]])
     found = np.array([[[1, 1, 0, 0, 0, 0, 0, 2]]])
-    result = segment.judge(found, labels, clusters=3, classes=3, void=255)
+    result = segment.score_maps(found, labels, clusters=3, classes=3, void=255)
     # Clusters 0, 1, 2 become classes 1, 0, 2: class 0 has 2 hits of 3, class 1 2 of 4, class 2 1 of 2.
     assert result["hungarian"]["iou"] == pytest.approx([2 / 3, 2 / 4, 1 / 2])
     assert result["hungarian"]["accuracy"] == pytest.approx(5 / 7)
-    absent = segment.judge(found, labels, clusters=3, classes=4, void=255)
+    absent = segment.score_maps(found, labels, clusters=3, classes=4, void=255)
     assert absent["hungarian"]["iou"][3] == 0
     assert absent["hungarian"]["miou"] == pytest.approx((2 / 3 + 2 / 4 + 1 / 2) / 4)
 
@@ -211,6 +211,6 @@ def test_more_clusters_than_points_and_unknown_labels():
     with pytest.raises(UserError, match="more than the 1024 cells"):
         segment.cluster(torch.zeros(1, 2, SIDE, SIDE), clusters=2000)
     with pytest.raises(UserError, match="label 7"):
-        segment.judge(np.zeros((1, 2, 2), int), np.full((1, 2, 2), 7), clusters=2, classes=2, void=255)
+        segment.score_maps(np.zeros((1, 2, 2), int), np.full((1, 2, 2), 7), clusters=2, classes=2, void=255)
     with pytest.raises(UserError, match="void"):
-        segment.judge(np.zeros((1, 2, 2), int), np.full((1, 2, 2), 255), clusters=2, classes=2, void=255)
+        segment.score_maps(np.zeros((1, 2, 2), int), np.full((1, 2, 2), 255), clusters=2, classes=2, void=255)

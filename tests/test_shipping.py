@@ -71,7 +71,7 @@ def test_import_reports_what_it_read(run, tmp_path, capsys):
     assert "none missing or unexpected" in text
     assert "no copy of it: pos_embed" in text
     vit = load(tmp_path / "in")
-    assert (vit.config.positions, vit.config.depth, vit.preprocess["image_size"]) == ("sincos", 2, 16)
+    assert (vit.config.positions, vit.config.depth, vit.preprocess.image_size) == ("sincos", 2, 16)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import time
 from importlib import import_module
 from pathlib import Path
 
-from anechoic.errors import UserError
+from anechoic.api import verb
+from anechoic.api.arguments import given
+from anechoic.errors import UserError, nearest_name
 from anechoic.outcome import Outcome, package_version
 
 # What can be measured -> the module that does: `run(options) -> rows`, and `PEERS`, the packages it compares with.
@@ -45,30 +46,22 @@ def bench(
         workers: for data, worker processes of both loaders.
         unfused: for train, our path module by module instead of the fused one.
     """
+    asked = given(locals())
     if what not in (*BENCHMARKS, "all"):
-        near = difflib.get_close_matches(what, BENCHMARKS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(BENCHMARKS)} or all."
-        raise UserError(f"There is no benchmark {what!r}; {hint}")
+        raise UserError(f"There is no benchmark {what!r}; {nearest_name(what, [*BENCHMARKS, 'all'])}")
     if rounds < 1 or workers < 0:
         raise UserError("A benchmark needs at least one round, and workers of 0 or more.")
     from anechoic.benchmarks.timing import Options, table
 
     start = time.perf_counter()
-    options = Options(rounds=rounds, images=str(images or ""), small=small, workers=workers, unfused=unfused)
+    options = Options(rounds, str(images or ""), small, workers, unfused, verb)
     rows, peers = [], {}
     for name in BENCHMARKS if what == "all" else [what]:
         module = import_module(BENCHMARKS[name])
         rows += [{"benchmark": name, **row} for row in module.run(options)]
         peers.update({package: package_version(package) for package in module.PEERS})
     return Outcome(
-        config={
-            "what": what,
-            "rounds": rounds,
-            "images": str(images or ""),
-            "small": small,
-            "workers": workers,
-            "unfused": unfused,
-        },
+        config=asked,
         metrics={"rows": rows, "peers": peers},
         seconds=time.perf_counter() - start,
         text=table(rows),

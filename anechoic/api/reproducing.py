@@ -255,9 +255,8 @@ def planned(trials: Sequence[Trial], folders: Folders, *, accelerator: bool = Fa
 def run(trials: Sequence[Trial], folders: Folders, jobs: int | None, *, pinned: bool = True) -> Progress:
     from anechoic.paper.sweep import sweep as run_sweep
 
-    for source in sorted(
-        {name for c in trials for name in (c.config.data.source, c.evaluation.train, c.evaluation.test)}
-    ):
+    named = ((t.config.data.source, t.evaluation.train, t.evaluation.test, t.evaluation.real) for t in trials)
+    for source in sorted({source for sources in named for source in sources}):
         check_source(source, folders.data)
     return run_sweep(trials, folders, jobs=jobs, pinned=pinned)
 

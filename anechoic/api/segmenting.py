@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from anechoic.api.judging import encoder_and_data, outcome
+from anechoic.api.arguments import given
+from anechoic.api.evaluating import encoder_and_data, outcome
 from anechoic.outcome import Outcome
 
 
@@ -55,21 +56,21 @@ def segment(
         device: cpu, cuda, mps; auto takes an accelerator if there is one.
         seed: of the tables and batches.
     """
+    asked, started = given(locals()), time.perf_counter()
     from anechoic.evals.encoders import baselines as baselines_of
     from anechoic.evals.segmenting import larger, segment_images
     from anechoic.evals.spectral import SpectralOptions
     from anechoic.report.tables import percent, text_table
 
-    started = time.perf_counter()
     encoder, where = encoder_and_data(run, data, model, image_size)
     if image_size is None:
         encoder = larger(encoder)
     options = SpectralOptions(channels=channels, epochs=epochs, batch=batch, ema=ema, seed=seed)
     others = [other for other in baselines_of(encoder) if other.name == "untrained"] if baselines else []
     rows = []
-    for judged_encoder in [encoder, *others]:
+    for segmenting in [encoder, *others]:
         found = segment_images(
-            judged_encoder,
+            segmenting,
             where,
             options,
             clusters=clusters,
@@ -78,10 +79,15 @@ def segment(
             mapping=mapping,
             listed=listed,
             samples=samples,
-            figures=figures if judged_encoder is encoder else None,
             device=device,
         )
-        rows.append({"encoder": judged_encoder.name, **found})
+        rows.append({"encoder": segmenting.name, **found.scores})
+        if figures is not None and segmenting is encoder:
+            from anechoic.report.figures import draw_maps
+
+            title = "first three eigenvectors, one colour scale for all images"
+            drawn = draw_maps(found.pixels, found.colours, figures / "eigenvectors", title=title)
+            rows[-1]["figures"] = [str(path) for path in drawn]
     header = ["encoder", "mIoU, Hungarian", "mIoU, greedy", "accuracy, Hungarian", "accuracy, greedy"]
     cells = [
         [
@@ -94,12 +100,4 @@ def segment(
         header, cells
     )
     metrics = {"miou": rows[0]["hungarian"]["miou"], "miou_greedy": rows[0]["greedy"]["miou"], "rows": rows}
-    config = {
-        "run": run,
-        "data": where,
-        "model": model,
-        "void": void,
-        "epochs": epochs,
-        "image_size": encoder.image_size,
-    }
-    return outcome(config, metrics, text, started, seed)
+    return outcome({**asked, "image_size": encoder.image_size}, metrics, text, started, seed)

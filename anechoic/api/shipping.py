@@ -55,20 +55,18 @@ def check_images(model: Any, source: str) -> tuple[Tensor, str]:
     """A few real images as the network wants them, and where they come from. Latents are drawn, for want of any."""
     import torch
 
-    from anechoic.data import Augment, Loader, normalise, open_source
+    from anechoic.data import Augment, Loader, open_source
 
     config, how = model.config, model.preprocess
-    if how["channels"] not in (1, 3):
+    if how.channels not in (1, 3):
         if source:
-            raise UserError(
-                f"This network reads {how['channels']} channels, and images have 1 or 3: leave --check out."
-            )
+            raise UserError(f"This network reads {how.channels} channels, and images have 1 or 3: leave --check out.")
         generator = torch.Generator().manual_seed(0)
-        return torch.randn(4, how["channels"], *config.size, generator=generator), "drawn latents"
-    source = source or ("digits" if how["channels"] == 1 else "scenes:8")
+        return torch.randn(4, how.channels, *config.size, generator=generator), "drawn latents"
+    source = source or ("digits" if how.channels == 1 else "scenes:8")
     loader = Loader(
-        open_source(source, channels=how["channels"]),
-        image_size=how["image_size"],
+        open_source(source, channels=how.channels),
+        image_size=how.image_size,
         batch_size=8,
         seed=0,
         augment=Augment(kind="centre"),
@@ -76,7 +74,7 @@ def check_images(model: Any, source: str) -> tuple[Tensor, str]:
         drop_last=False,
     )
     batch = next(iter(loader))
-    return normalise(batch.images, how["mean"], how["std"]), source
+    return how.apply(batch.images), source
 
 
 def import_weights(

@@ -8,7 +8,7 @@ from anechoic.outcome import Outcome
 
 
 def demo(*, out: Path = Path("runs/demo"), samples: int = 76_800, seed: int = 0) -> Outcome:
-    """Train a residual and a decayed autoencoder on embedded digits, judge both frozen, and write a page (minutes).
+    """Train a residual and a decayed autoencoder on embedded digits, evaluate both frozen, and write a page (minutes).
 
     The two differ in alpha_min alone and have the same budget. Raw pixels and the untrained network stand beside them.
     No label is used in training. The same command again goes on where it stopped.
@@ -22,28 +22,29 @@ def demo(*, out: Path = Path("runs/demo"), samples: int = 76_800, seed: int = 0)
     """
     import time
 
-    from anechoic.report.demo import HEADER, NEIGHBOURS, TWINS, run_showcase, save_results, table, verdict
+    from anechoic.report.demo import ARMS, HEADER, NEIGHBOURS, run_demo, table, verdict
     from anechoic.report.html import machine_line, page
     from anechoic.report.tables import cell
+    from anechoic.runtime.run import write_json
 
     started = time.perf_counter()
-    shown = run_showcase(out, samples=samples, seed=seed)
+    shown = run_demo(out, samples=samples, seed=seed)
     outcome = Outcome(
-        config={"out": str(out), "samples": samples, "data": "digits", "alpha_min": TWINS},
+        config={"out": str(out), "samples": samples, "data": "digits", "alpha_min": ARMS},
         metrics={"rows": shown.rows, "layers": shown.layers, "training_seconds": shown.training_seconds},
         seed=seed,
         seconds=time.perf_counter() - started,
         text=f"{table(shown.rows)}\n\n{verdict(shown.rows)}\n\n{out / 'index.html'}",
     )
     result = outcome.to_json()
-    save_results(out / "results.json", result)
+    write_json(out / "results.json", result)
     files = shown.files
     html = page(
         title="Two autoencoders, one echo",
         lead=(
             f"Pre-trained without labels on 8 x 8 digits, side by side, for {samples:,} images each: one network with "
-            f"residual connections (alpha_min {TWINS['residual']:g}), one whose identity shortcuts fade with depth "
-            f"(alpha_min {TWINS['decayed']:g}). Both were then frozen and judged on test digits: weighted "
+            f"residual connections (alpha_min {ARMS['residual']:g}), one whose identity shortcuts decay with depth "
+            f"(alpha_min {ARMS['decayed']:g}). Both were then frozen and evaluated on test digits: weighted "
             f"{NEIGHBOURS}-NN and a linear probe, in per cent, of the last layer's class token and mean of the patches."
         ),
         header=list(HEADER.values()),

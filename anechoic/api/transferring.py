@@ -145,7 +145,7 @@ def finetune_config(
         "num_classes": num_classes,
         "drop_path": drop_path,
     }
-    mixing = {"mean": list(prepare["mean"]), "std": list(prepare["std"]), "num_classes": num_classes, **knobs}
+    mixing = {"num_classes": num_classes, **knobs}
     return replace(
         base,
         recipe="",
@@ -202,20 +202,10 @@ def named_size(encoder: Any) -> tuple[str, dict[str, Any]]:
 
 def accuracy_on(run: Path, train: str, test: str) -> float:
     """Top-1 of the model on centre crops of the test images; classes are matched by name where they have names."""
-    import torch
+    from anechoic.evals.encoders import run_encoder
+    from anechoic.evals.evaluator import EvalSpec, Evaluator
+    from anechoic.evals.labelled import open_labelled
 
-    from anechoic.data import Augment, Loader, common_labels, normalise, open_source
-    from anechoic.runtime.checkpoint import load
-
-    model = load(run)
-    prepare = model.preprocess
-    sources = [open_source(where, labels=True, channels=prepare["channels"]) for where in (train, test)]
-    labels = torch.from_numpy(common_labels(*sources)[1])
-    loader = Loader(sources[1], image_size=prepare["image_size"], batch_size=256, augment=Augment(kind="centre"))
-    correct = total = 0
-    with torch.inference_mode():
-        for batch in loader:
-            logits = model(normalise(batch.images, prepare["mean"], prepare["std"]))
-            correct += int((logits.argmax(dim=1) == labels[batch.ids]).sum())
-            total += len(batch.ids)
-    return correct / max(1, total)
+    encoder = run_encoder(run)
+    labelled = open_labelled(train, test, channels=encoder.channels)
+    return Evaluator(EvalSpec(("accuracy",))).run(encoder, labelled).network["accuracy"]

@@ -17,14 +17,16 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from anechoic.benchmarks.memory import peak_memory_mb
 from anechoic.benchmarks.timing import Options, interleave, row
-from anechoic.data import Loader, Scenes, Source, decoding, normalise, open_source
+from anechoic.config import IMAGENET_MEAN, IMAGENET_STD
+from anechoic.data import Loader, Scenes, Source, decoding, open_source
 from anechoic.data.files import Files
 from anechoic.errors import UserError
 from anechoic.models import build_model
+from anechoic.models.preprocess import Preprocess
 from anechoic.recipes.pocket import pocket_mae_cifar100
 
 PEERS = ("pillow", "simplejpeg")
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+PREPROCESS = Preprocess(IMAGENET_MEAN, IMAGENET_STD, 64, 3)
 JPEG_SIZE, BATCH, BATCHES = 64, 64, 60
 MADE_UP_JPEGS, MADE_UP_SMALL = 500, 10_000
 
@@ -34,7 +36,7 @@ class PillowCrops(Dataset):
 
     def __init__(self, paths: list[Path], *, size: int):
         self.paths, self.size = paths, size
-        self.mean, self.std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
+        self.mean, self.std = torch.tensor(IMAGENET_MEAN).view(3, 1, 1), torch.tensor(IMAGENET_STD).view(3, 1, 1)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -134,7 +136,7 @@ def reader(source: Source, workers: int, *, cache: bool, simplejpeg: bool, batch
         decoding.simplejpeg = installed if simplejpeg else None
         try:
             for batch in itertools.islice(loader, batches):
-                normalise(batch.images, MEAN, STD)
+                PREPROCESS.apply(batch.images)
         finally:
             decoding.simplejpeg = installed
 
@@ -153,7 +155,7 @@ def step_row(source: Source, *, rounds: int) -> dict[str, Any]:
     batches = iter(Loader(source, image_size=image_size, batch_size=batch_size, shuffle=True))
     model = build_model(config.model.name, image_size=image_size, **config.model.options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    images = normalise(next(batches).images, MEAN, STD)
+    images = PREPROCESS.apply(next(batches).images)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -161,7 +163,7 @@ def step_row(source: Source, *, rounds: int) -> dict[str, Any]:
         optimizer.step()
 
     timing = interleave(
-        {"ours": lambda: normalise(next(batches).images, MEAN, STD), "pocket training step": step}, rounds=2 * rounds
+        {"ours": lambda: PREPROCESS.apply(next(batches).images), "pocket training step": step}, rounds=2 * rounds
     )
     return row(
         f"a batch of {batch_size} crops of {image_size} px from the cache",
@@ -184,4 +186,4 @@ def pocket_sizes() -> tuple[int, int]:
 def read_small(source: Source) -> None:
     batch_size, image_size = pocket_sizes()
     for batch in itertools.islice(Loader(source, image_size=image_size, batch_size=batch_size, shuffle=True), 10):
-        normalise(batch.images, MEAN, STD)
+        PREPROCESS.apply(batch.images)

@@ -18,14 +18,16 @@ import numpy as np
 
 from anechoic.benchmarks.contest import Entry, contest, fastest
 from anechoic.benchmarks.timing import Options, gemm_flops, row
+from anechoic.config import IMAGENET_MEAN, IMAGENET_STD
 from anechoic.errors import UserError
+from anechoic.models.preprocess import Preprocess
 
 PEERS = ("transformers", "pillow", "torch")
 MODEL: dict[str, Any] = {"dim": 384, "depth": 12, "num_heads": 6}
 SIZE, MARGIN = 224, 256
 IMAGES, PEER_BATCHES = 128, (4,)
 WORKERS = (0, 2)
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+PREPROCESS = Preprocess(IMAGENET_MEAN, IMAGENET_STD, SIZE, 3)
 
 
 def run(options: Options) -> list[dict[str, Any]]:
@@ -81,7 +83,7 @@ def measure(listing: str, paths: tuple[str, ...], *, rounds: int) -> list[dict[s
 
 def image_flops() -> float:
     """Of one image through the plain network: every product of every token."""
-    from anechoic.benchmarks.flops import block_flops
+    from anechoic.models.flops import block_flops
 
     patches, dim = (SIZE // 16) ** 2, MODEL["dim"]
     return 2.0 * patches * 3 * 16 * 16 * dim + MODEL["depth"] * block_flops(1 + patches, dim, 4.0)
@@ -91,14 +93,14 @@ def embedder(world: object, listing: str, workers: int, pooling: Literal["class"
     """What `anechoic embed` does once its model is open, each time with an empty cache."""
     import torch
 
-    from anechoic.api.judging import embed_source
     from anechoic.data import open_source
     from anechoic.evals.encoders import Encoder
+    from anechoic.evals.vectors import embed_source
     from anechoic.models import build_model
 
     torch.manual_seed(0)
     model = build_model("vit_small_patch16", image_size=SIZE, **MODEL).eval()
-    encoder = Encoder("vit", model, SIZE, 3, MEAN, STD)
+    encoder = Encoder("vit", model, PREPROCESS)
     assert encoder.fingerprint
     assert encoder.widths
 
@@ -163,4 +165,4 @@ class PillowImages:
         left, upper = round((image.width - SIZE) / 2), round((image.height - SIZE) / 2)
         image = image.crop((left, upper, left + SIZE, upper + SIZE))
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).to(torch.float32).div_(255)
-        return pixels.sub_(torch.tensor(MEAN).view(3, 1, 1)).div_(torch.tensor(STD).view(3, 1, 1))
+        return pixels.sub_(torch.tensor(IMAGENET_MEAN).view(3, 1, 1)).div_(torch.tensor(IMAGENET_STD).view(3, 1, 1))

@@ -121,8 +121,8 @@ def work_of(point: Point) -> Any:
 
 
 def flops_of(point: Point) -> float:
-    from anechoic.benchmarks.flops import step_flops
     from anechoic.models import model_config
+    from anechoic.models.flops import step_flops
 
     config: Any = model_config("mae_tiny_patch4", **work_of(point).model_options(alpha_min=ALPHA_MIN))
     return step_flops(config, point.batch)

@@ -173,8 +173,8 @@ def named(processes: int, threads: int) -> str:
 
 def against_peer(work: Work, *, rounds: int, unfused: bool = False) -> dict[str, Any]:
     """ours beside the peer and beside the machine, each at its best arrangement."""
-    from anechoic.benchmarks.flops import step_flops
     from anechoic.models import model_config
+    from anechoic.models.flops import step_flops
 
     options = {"skips": False}
     entries = {}

@@ -5,8 +5,10 @@ There is no peer. Seconds are those of one call, with everything it opens; train
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +26,20 @@ def run(options: Options) -> list[dict[str, Any]]:
         make_run("pocket_mae_cifar100", "scenes:train:256", encoder)
         make_run("pocket_uvit_digits", "digits:train", denoiser)
         train, test = f"scenes:train:{SCENES}", f"scenes:test:{SCENES // 4}"
-        judged = {"train": train, "test": test}
+        parts = {"train": train, "test": test}
         pictures = folder / "samples.npz"
         calls: dict[str, tuple[str, tuple, dict]] = {
             f"embed: {SCENES} images": ("embed", (str(encoder), train), {"output": folder / "vectors.npz"}),
-            f"knn: {SCENES} images, with baselines": ("knn", (str(encoder),), judged),
-            f"probe: {SCENES} images, with baselines": ("probe", (str(encoder),), judged),
+            f"knn: {SCENES} images, with baselines": ("knn", (str(encoder),), parts),
+            f"probe: {SCENES} images, with baselines": ("probe", (str(encoder),), parts),
             f"sample: {SAMPLES} digits in 50 evaluations": ("sample", (denoiser,), {"num": SAMPLES, "out": pictures}),
             f"frechet: {SAMPLES} digits": ("frechet", (str(pictures), "digits:train"), {"extractor": "digits"}),
         }
         rows = []
+        assert options.verb is not None, "the verb `bench` gives it"
         for name, (verb, arguments, options_of_verb) in calls.items():
             start = time.perf_counter()
-            memory = peak_memory_mb(call, verb, arguments, options_of_verb, str(folder / "cache"))
+            memory = peak_memory_mb(call, options.verb(verb), arguments, options_of_verb, str(folder / "cache"))
             rows.append(row_without_peer(name, time.perf_counter() - start, memory_mb=memory))
         return rows
 
@@ -54,11 +57,7 @@ def make_run(recipe_name: str, source: str, folder: Path) -> None:
     fit(replace(config, data=replace(config.data, source=source), optim=optim), folder)
 
 
-def call(name: str, arguments: tuple, options: dict, cache: str) -> None:
+def call(verb: Callable, arguments: tuple, options: dict, cache: str) -> None:
     """A verb with a cache of its own."""
-    import os
-
-    from anechoic.api import verb
-
     os.environ["ANECHOIC_CACHE"] = cache
-    verb(name)(*arguments, **options)
+    verb(*arguments, **options)

@@ -5,12 +5,11 @@ Labels are read only if asked for. Nothing here knows of models or training.
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 
 from anechoic.data.archives import open_shard_pattern, open_tar, open_zip
 from anechoic.data.arrays import Array, open_array
-from anechoic.data.augment import Augment, normalise
+from anechoic.data.augment import Augment
 from anechoic.data.cache import cache_dir
 from anechoic.data.decoding import Undecodable, decode
 from anechoic.data.embedded import Scenes, open_digits, open_scenes
@@ -20,7 +19,7 @@ from anechoic.data.places import is_url
 from anechoic.data.shards import INDEX, open_indexed, open_remote
 from anechoic.data.source import IMAGE_SUFFIXES, BadImage, Source, Subset, common_labels
 from anechoic.data.tables import Parquet, open_hub
-from anechoic.errors import UserError
+from anechoic.errors import UserError, nearest_name
 from anechoic.runtime.untrusted import reason
 
 __all__ = [
@@ -36,7 +35,6 @@ __all__ = [
     "cache_dir",
     "common_labels",
     "decode",
-    "normalise",
     "open_source",
 ]
 
@@ -117,9 +115,6 @@ def _open_file(path: Path, *, labels: bool, channels: int) -> Source:
 
 def _hint(text: str, path: Path) -> str:
     """The nearest thing that does exist."""
-    if near := difflib.get_close_matches(text.split(":")[0], EMBEDDED, n=1):
-        return f"did you mean {near[0]!r}?"
-    siblings = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
-    if near := difflib.get_close_matches(path.name, siblings, n=1):
-        return f"did you mean {str(path.parent / near[0])!r}?"
-    return "give an existing folder or file, or one of digits and scenes."
+    siblings = [str(item) for item in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = nearest_name(text.split(":")[0], [*EMBEDDED, *siblings])
+    return near if near.startswith("did") else f"give an existing folder or file, or one of {' and '.join(EMBEDDED)}."

@@ -142,12 +142,3 @@ def crop_boxes(
         top = np.where(never, (H - height) // 2, top)
         left = np.where(never, (W - width) // 2, left)
     return np.stack([top, left, height, width], axis=1).astype(np.int64)
-
-
-def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """uint8 (B, C, H, W) -> float32 (images / 255 - mean) / std on the images' device; one mean and std a channel."""
-    shape = (1, -1, 1, 1)
-    scale = torch.tensor([1 / (255 * value) for value in std], device=images.device).view(shape)
-    shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=images.device).view(shape)
-    # In place: a second array of floats would cost more than the arithmetic.
-    return images.to(torch.float32).mul_(scale).add_(shift)

@@ -24,6 +24,7 @@ from torch import Tensor
 from anechoic.data.arrays import numpy_damage
 from anechoic.data.source import BadImage, Source, check_labels, digest
 from anechoic.errors import UserError
+from anechoic.models.preprocess import Preprocess
 from anechoic.rng import Draws
 from anechoic.runtime.fingerprint import hash_tensors
 from anechoic.runtime.untrusted import of_kind, read_table, refuse_giants, refuse_unbacked
@@ -202,9 +203,15 @@ def write_latents(
 
 def mirrored_moments(vae: Any, images: Tensor) -> np.ndarray:
     """uint8 images (B, 3, H, W) -> float32 (B, 2, 2 C, h, w): moments of each image and of its mirror image."""
-    x = images.to(next(vae.parameters()).device, torch.float32) / 127.5 - 1
+    x = autoencoder_preprocess(vae, images.shape[-1]).apply(images.to(next(vae.parameters()).device))
     both = torch.stack([encode_moments(vae, x), encode_moments(vae, x.flip(-1))], dim=1)
     return both.to(torch.float32).numpy(force=True)
+
+
+def autoencoder_preprocess(vae: Any, image_size: int) -> Preprocess:
+    """An autoencoder takes images in -1 .. 1."""
+    channels = int(vae.config.in_channels)
+    return Preprocess((0.5,) * channels, (0.5,) * channels, image_size, channels)
 
 
 def is_latents(path: str | Path) -> bool:

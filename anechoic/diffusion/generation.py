@@ -24,6 +24,7 @@ from anechoic.diffusion.process import LinearFlow, Process, process_named, proce
 from anechoic.diffusion.samplers import Guidance, check_sampler, sample_batch, samplers_for
 from anechoic.errors import UserError
 from anechoic.models import build
+from anechoic.models.preprocess import Preprocess
 from anechoic.models.sit import SiT
 from anechoic.models.uvit import UViT
 from anechoic.runtime.checkpoint import load
@@ -132,27 +133,26 @@ def find_guidance(request: Request, model: UViT | SiT) -> Guidance | None:
 class Decoder:
     """Network space -> uint8 images: through the autoencoder for latents, else by undoing the normalisation."""
 
-    mean: Tensor
-    std: Tensor
+    preprocess: Preprocess
     vae: Any = None
     scale: float = 1.0
 
     def __call__(self, x: Tensor) -> Tensor:
-        unit = x * self.std.to(x) + self.mean.to(x)
-        if self.vae is not None:
+        if self.vae is None:
+            unit = self.preprocess.invert(x)
+        else:
             unit = latents.decode(self.vae, x, scale=self.scale) / 2 + 0.5
         return (255 * unit).round().clamp(0, 255).to(torch.uint8)
 
 
 def find_decoder(request: Request, model: Any, config: dict[str, Any], device: torch.device) -> Decoder:
-    mean, std = (torch.tensor(model.preprocess[name]).view(-1, 1, 1) for name in ("mean", "std"))
     source = config.get("data", {}).get("source", "")
     card = latents.read_card(source) if source and latents.is_latents(source) else None
     name = request.vae or (card.vae if card else None)
     if name is None:
         if model.config.in_channels not in (1, 3):
             raise UserError(f"this model makes latents of {model.config.in_channels} channels; give --vae to see them.")
-        return Decoder(mean, std)
+        return Decoder(model.preprocess)
     vae = latents.load_vae(name, device=device)
     if vae.config.latent_channels != model.config.in_channels:
         raise UserError(
@@ -160,7 +160,7 @@ def find_decoder(request: Request, model: Any, config: dict[str, Any], device: t
             f"{vae.config.latent_channels}; give the one its latents were encoded with."
         )
     scale = latents.matching_scale(card, vae) if card else float(vae.config.scaling_factor)
-    return Decoder(mean, std, vae, scale)
+    return Decoder(model.preprocess, vae, scale)
 
 
 # ---- making images --------------------------------------------------------------------------------------------------

@@ -283,13 +283,3 @@ def encode(model: nn.Module, x: Tensor, *, process: Process, level: float) -> Te
     """Run the network on x (B, C, H, W), which holds noise of a level (0: none), without telling it a label."""
     t = process.time_of_noise(torch.full((len(x),), level, device=x.device))
     return model(x, process.network_time(t), None)
-
-
-def encode_clean_noise(model: nn.Module, images: Tensor) -> Tensor:
-    """A noise predictor on clean images: both of its processes call that time 0."""
-    return encode(model, images, process=ContinuousVP(), level=0.0)
-
-
-def encode_clean_flow(model: nn.Module, images: Tensor) -> Tensor:
-    """A velocity predictor on clean images."""
-    return encode(model, images, process=LinearFlow(), level=0.0)

@@ -108,23 +108,18 @@ def pearson(
 
     The interval needs four points; a series that does not vary has no coefficient.
     """
-    from scipy.stats import norm
+    from scipy.stats import pearsonr
 
     x, y = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     if x.shape != y.shape or x.ndim != 1 or len(x) < 2:
         raise UserError(f"A correlation needs two series of the same length, at least 2; got {x.shape} and {y.shape}.")
-    dx, dy = x - x.mean(), y - y.mean()
-    scale = math.sqrt((dx @ dx) * (dy @ dy))
-    if scale == 0:
+    if np.ptp(x) == 0 or np.ptp(y) == 0:
         return Correlation(math.nan, math.nan, math.nan)
-    r = float(np.clip(dx @ dy / scale, -1.0, 1.0))
+    found = pearsonr(x, y)
     if len(x) < 4:
-        return Correlation(r, math.nan, math.nan)
-    if abs(r) == 1:
-        return Correlation(r, r, r)
-    half_width = norm.ppf(0.5 + confidence / 2) / math.sqrt(len(x) - 3)
-    z = math.atanh(r)
-    return Correlation(r, math.tanh(z - half_width), math.tanh(z + half_width))
+        return Correlation(float(found.statistic), math.nan, math.nan)
+    low, high = found.confidence_interval(confidence)
+    return Correlation(float(found.statistic), float(low), float(high))
 
 
 def silhouette(features: np.ndarray | Tensor, labels: np.ndarray, *, samples: int = 5000) -> float:

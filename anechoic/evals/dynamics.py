@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from anechoic.errors import UserError
-from anechoic.evals.analysis import effective_rank, pearson
+from anechoic.evals.analysis import pearson
 from anechoic.evals.encoders import run_encoder
+from anechoic.evals.evaluator import EvalSpec, Evaluator
 from anechoic.evals.features import Pooling
-from anechoic.evals.knn import knn_accuracy
-from anechoic.evals.labelled import labelled_features, open_labelled
-from anechoic.evals.probe import logistic_probe
+from anechoic.evals.labelled import open_labelled
 from anechoic.runtime.checkpoint import checkpoints
 
 
@@ -36,37 +35,29 @@ def dynamics(
     holdout: float = 0.2,
     seed: int = 0,
     pooling: Pooling = "class",
-    judge: Literal["logistic", "knn"] = "logistic",
+    metric: Literal["probe", "knn"] = "probe",
     device: str = "auto",
 ) -> dict[str, list[dict[str, Any]]]:
     """points: a row per run and checkpoint; correlations: a row per `seen` at which every run has a checkpoint.
 
     Rank is that of the last layer on the test part, row-centred as in the paper and column-centred beside it.
     """
+    evaluator = Evaluator(EvalSpec((metric, "rank"), poolings=(pooling,), seed=seed), device=device)
     points = []
     for run in runs:
         for path in checkpoints_of(run):
             encoder = run_encoder(path)
             labelled = open_labelled(train, test, holdout=holdout, seed=seed, channels=encoder.channels)
-            features = labelled_features(encoder, labelled, poolings=(pooling,), device=device)
-            (x,), (x_test,) = features.train.values(), features.test.values()
-            y, y_test = features.train_labels, features.test_labels
-            if judge == "logistic":
-                accuracy = logistic_probe(x, y, x_test, y_test, seed=seed).accuracy
-            else:
-                k = min(20, len(x))
-                accuracy = knn_accuracy(x, y, x_test, y_test, ks=(k,))[k]
-            rows, columns = (effective_rank(x_test, centre=centre) for centre in ("rows", "columns"))
+            (row,) = evaluator.run(encoder, labelled).rows
+            config: Any = encoder.model.config
+            spectrum = ("entropy_rows", "rank_rows", "entropy_columns", "rank_columns")
             points.append(
                 {
                     "run": str(run),
-                    "alpha_min": encoder.model.config.alpha_min,  # type: ignore[union-attr]
+                    "alpha_min": config.alpha_min,
                     "seen": int(path.name),
-                    "accuracy": accuracy,
-                    "entropy_rows": rows.entropy,
-                    "rank_rows": rows.rank,
-                    "entropy_columns": columns.entropy,
-                    "rank_columns": columns.rank,
+                    "accuracy": row[metric],
+                    **{name: row[name] for name in spectrum},
                 }
             )
     return {"points": points, "correlations": correlations(points, num_runs=len(runs))}

@@ -1,7 +1,8 @@
-"""Encoders to judge: a run of ours, a timm or transformers model, and the baselines that show what "poor" means.
+"""Encoders to evaluate: a run of ours, a timm or transformers model, and the baselines that show what "poor" means.
 
 Each becomes an Encoder: a module with `blocks` and `num_prefix_tokens`, and how its images are prepared. Nothing is
-trained here. One small adapter per foreign family; adapters know classes, not names of modules.
+trained here. One small adapter per foreign library; adapters know classes, not names of modules. Denoisers, whose
+features depend on the noise, are denoisers.py's.
 """
 
 from __future__ import annotations
@@ -12,17 +13,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from anechoic.config import IMAGENET_MEAN, IMAGENET_STD
 from anechoic.errors import UserError
-from anechoic.evals.features import layer_widths, poolings_of, trunk
+from anechoic.evals.features import Pooling, layer_widths, poolings_of, trunk
+from anechoic.models.preprocess import Preprocess
+from anechoic.runtime.fingerprint import hash_tensors
 from anechoic.runtime.untrusted import of_kind, read_table, reason, refuse_giants, refuse_unbacked
 
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Raw pixels are compared at this side at most; more would only repeat themselves.
 PIXEL_SIDE = 32
 
@@ -33,32 +36,56 @@ class Encoder:
 
     name: str
     model: nn.Module
-    image_size: int
-    channels: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    preprocess: Preprocess
     untrained: Callable[[], nn.Module] | None = field(default=None, repr=False)
+    # Images of a batch. An accelerator wants many; cores compute them in small groups and only have to be kept busy.
+    batch_size: ClassVar[int] = 256
+    batch_size_on_cores: ClassVar[int] = 64
+
+    @property
+    def image_size(self) -> int:
+        return self.preprocess.image_size
+
+    @property
+    def channels(self) -> int:
+        return self.preprocess.channels
+
+    @property
+    def forward(self) -> Callable[[Tensor], object] | None:
+        """What runs the network on prepared images, where that is not the plain call of its trunk."""
+        return None
+
+    def prepare(self, images: Tensor, ids: Tensor) -> Tensor:
+        """uint8 images (B, C, H, W) of the samples `ids` (B,), on the device -> the network's input."""
+        return self.preprocess.apply(images)
+
+    def for_part(self, part: int) -> Encoder:
+        """The encoder for one part of the data (0: train, 1: test), where what it draws depends on that."""
+        return self
 
     @cached_property
     def widths(self) -> list[int]:
         """Channels of every layer."""
         # Noise, because a norm may leave the stream of a black image as it is and would not be seen.
         shape = (1, self.channels, self.image_size, self.image_size)
-        return layer_widths(self.model, torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        return layer_widths(self.model, noise.to(next(self.model.parameters(), noise).device))
 
     @property
-    def poolings(self) -> tuple:
+    def poolings(self) -> tuple[Pooling, ...]:
         return poolings_of(self.model)
+
+    @property
+    def about(self) -> str:
+        """What features depend on besides the network and its weights."""
+        return repr(self.preprocess)
 
     @cached_property
     def fingerprint(self) -> str:
         """Hex; changes with the architecture, the weights or the preparation of images."""
-        state, network = hashlib.blake2b(digest_size=16), trunk(self.model)
-        state.update(repr((network, self.image_size, self.channels, self.mean, self.std)).encode())
-        for name, value in network.state_dict().items():
-            state.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-            state.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        return state.hexdigest()
+        network = trunk(self.model)
+        rest = hashlib.sha256(f"{network!r} {self.about}".encode()).hexdigest()[:16]
+        return rest + hash_tensors(network.state_dict())
 
 
 def open_encoder(spec: str | Path, *, image_size: int | None = None) -> Encoder:
@@ -70,7 +97,9 @@ def open_encoder(spec: str | Path, *, image_size: int | None = None) -> Encoder:
         encoder = transformers_encoder(rest)
     else:
         encoder = run_encoder(spec)
-    return encoder if image_size is None else replace(encoder, image_size=image_size)
+    if image_size is None:
+        return encoder
+    return replace(encoder, preprocess=replace(encoder.preprocess, image_size=image_size))
 
 
 def run_encoder(path: str | Path) -> Encoder:
@@ -80,16 +109,7 @@ def run_encoder(path: str | Path) -> Encoder:
     model = load(path)
     if family_of(model.config) in ("uvit", "sit"):
         raise UserError(f"{path} is a diffusion model, whose features depend on the noise: use anechoic probe --noise.")
-    prepare = model.preprocess
-    return Encoder(
-        name=Path(path).name or str(path),
-        model=model,
-        image_size=int(prepare["image_size"]),
-        channels=int(prepare["channels"]),
-        mean=tuple(prepare["mean"]),
-        std=tuple(prepare["std"]),
-        untrained=lambda: build(model.config).eval(),
-    )
+    return Encoder(Path(path).name or str(path), model, model.preprocess, untrained=lambda: build(model.config).eval())
 
 
 # ---- other people's models
@@ -156,15 +176,8 @@ def timm_encoder(name: str) -> Encoder:
     if isinstance(model, TimmStages):
         check_maps(model, name, config["input_size"])
     channels, size, _ = config["input_size"]
-    return Encoder(
-        f"timm:{name}",
-        model,
-        size,
-        channels,
-        tuple(config["mean"]),
-        tuple(config["std"]),
-        lambda: create(False),
-    )
+    preprocess = Preprocess(tuple(config["mean"]), tuple(config["std"]), size, channels)
+    return Encoder(f"timm:{name}", model, preprocess, lambda: create(False))
 
 
 @torch.inference_mode()
@@ -249,9 +262,8 @@ def transformers_encoder(folder: str) -> Encoder:
     def fresh() -> nn.Module:
         return TransformersEncoder(AutoModel.from_config(config).eval(), prefix, paths[0])
 
-    return Encoder(
-        f"hf:{Path(folder).name}", TransformersEncoder(model, prefix, paths[0]), size, channels, mean, std, fresh
-    )
+    wrapped = TransformersEncoder(model, prefix, paths[0])
+    return Encoder(f"hf:{Path(folder).name}", wrapped, Preprocess(mean, std, size, channels), fresh)
 
 
 def transformers_statistics(folder: str, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anechoic.errors import UserError
+from anechoic.models.preprocess import normalise
 from anechoic.runtime.fingerprint import hash_tensors
 
 INCEPTION_URL = (
@@ -51,8 +52,7 @@ class Extractor:
         if self.size is not None and x.shape[-2:] != (self.size, self.size):
             # Resizing may overshoot the range; the network was trained on images, which do not.
             x = F.interpolate(x, size=(self.size, self.size), mode=self.mode, antialias=self.antialias).clamp(0, 1)
-        mean, std = (torch.tensor(v, device=x.device).view(1, -1, 1, 1) for v in (self.mean, self.std))
-        return self.network((x - mean) / std).to(torch.float32)
+        return self.network(normalise(x, self.mean, self.std)).to(torch.float32)
 
     def receipt(self) -> dict[str, Any]:
         return {
@@ -236,10 +236,10 @@ def own_encoder(path: Path, *, device: torch.device | None = None) -> Extractor:
         metric=f"fd-{Path(path).name}",
         network=last_layer,
         weights_hash=hash_tensors(model.state_dict()),
-        size=preprocess["image_size"],
-        channels=preprocess["channels"],
-        mean=tuple(preprocess["mean"]),
-        std=tuple(preprocess["std"]),
+        size=preprocess.image_size,
+        channels=preprocess.channels,
+        mean=preprocess.mean,
+        std=preprocess.std,
         device=device or "cpu",
     )
 

@@ -1,4 +1,4 @@
-"""Unsupervised segmentation: clusters of soft assignments, matched to classes and judged by the mean IoU.
+"""Unsupervised segmentation: clusters of soft assignments, matched to classes and scored by the mean IoU.
 
 Reads images and masks from folders. The clustering itself is in spectral.py; no label is used before matching.
 Legend: N images, S side of a table, K clusters, H x W pixels.
@@ -199,11 +199,11 @@ def score(counts: np.ndarray, class_of: np.ndarray) -> Scores:
     return Scores(float(iou.mean()), float(hits.sum() / max(1, counts.sum())), iou)
 
 
-def judge(found: np.ndarray, labels: np.ndarray, *, clusters: int, classes: int, void: int) -> dict[str, Any]:
+def score_maps(found: np.ndarray, labels: np.ndarray, *, clusters: int, classes: int, void: int) -> dict[str, Any]:
     """Both matchings' scores of cluster maps (N, s, s) against labels (N, s, s)."""
     counts = overlap_counts(found, labels, clusters=clusters, classes=classes, void=void)
     if not counts.any():
-        raise UserError(f"Every pixel of the masks is void ({void}), so nothing can be judged; set --void.")
+        raise UserError(f"Every pixel of the masks is void ({void}), so nothing can be scored; set --void.")
     results: dict[str, Any] = {}
     for name, class_of in match(counts):
         scores = score(counts, class_of)

@@ -7,22 +7,31 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from anechoic.data import normalise
 from anechoic.errors import UserError
 from anechoic.evals.analysis import eigenvector_colours
-from anechoic.evals.bank import pick_device
 from anechoic.evals.encoders import Encoder
+from anechoic.evals.feature_cache import pick_device
 from anechoic.evals.features import patch_maps
-from anechoic.evals.segment import cluster, find_pairs, judge, read_all, read_mapping, upsample
+from anechoic.evals.segment import cluster, find_pairs, read_all, read_mapping, score_maps, upsample
 from anechoic.evals.spectral import SpectralOptions, soft_cells, spectral_tables
 from anechoic.models.layers import Network, TransformerConfig
 
 # The picture of all cells of all images is made from so many images.
 SHOWN = 16
+
+
+class Segmented(NamedTuple):
+    """scores: hungarian and greedy (miou, accuracy, iou), and how many images, clusters and classes there were.
+    pixels (n, H, W, C) and colours (n, h, w, 3) in 0 .. 1: the first images and a picture of their cells."""
+
+    scores: dict[str, Any]
+    pixels: np.ndarray
+    colours: np.ndarray
 
 
 def larger(encoder: Encoder) -> Encoder:
@@ -31,7 +40,10 @@ def larger(encoder: Encoder) -> Encoder:
     if not isinstance(encoder.model, Network) or not isinstance(config, TransformerConfig):
         return encoder
     patch = config.patch_size
-    return replace(encoder, image_size=round(encoder.image_size * 256 / 224 / patch) * patch)
+    return replace(
+        encoder,
+        preprocess=replace(encoder.preprocess, image_size=round(encoder.image_size * 256 / 224 / patch) * patch),
+    )
 
 
 def segment_images(
@@ -45,16 +57,14 @@ def segment_images(
     mapping: Path | None = None,
     listed: Path | None = None,
     samples: int | None = None,
-    figures: Path | None = None,
     device: str = "auto",
-) -> dict[str, Any]:
-    """hungarian and greedy (miou, accuracy, iou), and how many images, clusters and classes there were."""
+) -> Segmented:
     pairs = find_pairs(where, listed=listed)[:samples]
     table = None if mapping is None else read_mapping(mapping, void=void)
     images, labels = read_all(pairs, image_size=encoder.image_size, channels=encoder.channels, mapping=table)
     known = labels[labels != void]
     if not len(known):
-        raise UserError(f"Every pixel of the masks is void ({void}), so nothing can be judged; set --void.")
+        raise UserError(f"Every pixel of the masks is void ({void}), so nothing can be scored; set --void.")
     classes = classes or int(known.max()) + 1
     clusters = clusters or classes
     cells = len(images) * 32 * 32
@@ -64,17 +74,11 @@ def segment_images(
         raise UserError(f"{clusters} clusters need as many channels; raise --channels above {options.channels}.")
     place = pick_device(device)
     encoder.model.to(place)
-    normalised = normalise(images, encoder.mean, encoder.std)
+    normalised = encoder.preprocess.apply(images)
     tokens = torch.cat([patch_maps(encoder.model, part.to(place)).float().clone() for part in normalised.split(64)])
     tables = spectral_tables(tokens, options)
     found = upsample(cluster(tables, clusters=clusters), images.shape[-1])
-    result = judge(found, labels, clusters=clusters, classes=classes, void=void)
-    if figures is not None:
-        from anechoic.report.figures import draw_maps
-
-        colours = eigenvector_colours(soft_cells(tables[:SHOWN], side=64)).numpy(force=True)
-        pixels = images[:SHOWN].permute(0, 2, 3, 1).numpy() / 255
-        title = "first three eigenvectors, one colour scale for all images"
-        drawn = draw_maps(pixels, colours, figures / "eigenvectors", title=title)
-        result["figures"] = [str(path) for path in drawn]
-    return {**result, "images": len(images), "clusters": clusters, "classes": classes}
+    result = score_maps(found, labels, clusters=clusters, classes=classes, void=void)
+    scores = {**result, "images": len(images), "clusters": clusters, "classes": classes}
+    colours = eigenvector_colours(soft_cells(tables[:SHOWN], side=64)).numpy(force=True)
+    return Segmented(scores, images[:SHOWN].permute(0, 2, 3, 1).numpy() / 255, colours)

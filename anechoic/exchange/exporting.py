@@ -26,6 +26,7 @@ from anechoic.exchange.layouts import OURS_TO_TIMM, Tensors, rename, timm_to_tra
 from anechoic.models import build
 from anechoic.models.layers import MARKS
 from anechoic.models.mae import MaskedAutoencoder
+from anechoic.models.preprocess import Preprocess
 from anechoic.models.sit import SiT
 from anechoic.models.uvit import UViT
 from anechoic.models.vit import VisionTransformer, ViTConfig
@@ -234,8 +235,8 @@ def to_timm(model: Any, folder: Path, images: Tensor) -> Exported:
         "model_args": arguments,
         "pretrained_cfg": {
             "input_size": [channels, height, width],
-            "mean": how["mean"],
-            "std": how["std"],
+            "mean": list(how.mean),
+            "std": list(how.std),
             "num_classes": arguments["num_classes"],
             "first_conv": "patch_embed.proj",
             "classifier": "head",
@@ -300,17 +301,17 @@ def transformers_settings(config: ViTConfig, eps: float) -> dict[str, Any]:
     return settings
 
 
-def transformers_processor(how: Mapping[str, Any]) -> dict[str, Any]:
+def transformers_processor(how: Preprocess) -> dict[str, Any]:
     return {
         "image_processor_type": "ViTImageProcessor",
         "do_resize": True,
-        "size": {"height": how["image_size"], "width": how["image_size"]},
+        "size": {"height": how.image_size, "width": how.image_size},
         "resample": 3,
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
-        "image_mean": how["mean"],
-        "image_std": how["std"],
+        "image_mean": list(how.mean),
+        "image_std": list(how.std),
     }
 
 

@@ -23,6 +23,7 @@ from anechoic.exchange.told import Choices, Told, numbers
 from anechoic.models import build
 from anechoic.models.layers import MARKS, Network, NetworkConfig
 from anechoic.models.mae import MAEConfig
+from anechoic.models.preprocess import Preprocess
 from anechoic.models.vit import ViTConfig
 
 
@@ -33,7 +34,7 @@ class Imported:
 
     network: Network
     kind: str
-    preprocess: dict[str, Any]
+    preprocess: Preprocess
     left_out: list[str] = field(default_factory=list)
     wrapper: str | None = None
     assumed: dict[str, Any] = field(default_factory=dict)
@@ -74,7 +75,7 @@ def recognise(tensors: Mapping[str, Tensor]) -> tuple[str, converting.Converter]
     )
 
 
-def _preprocess(config: NetworkConfig, checkpoint: Checkpoint) -> dict[str, Any]:
+def _preprocess(config: NetworkConfig, checkpoint: Checkpoint) -> Preprocess:
     """Mean and std of the folder's processor, else the usual: ImageNet's for colour images of encoders, -1 .. 1 for
     images of diffusion networks, none for latents."""
     channels = config.in_channels
@@ -88,9 +89,7 @@ def _preprocess(config: NetworkConfig, checkpoint: Checkpoint) -> dict[str, Any]
         timm = checkpoint.settings.get("pretrained_cfg")
         said = checkpoint.processor.get(f"image_{name}") or (timm.get(name) if isinstance(timm, Mapping) else None)
         found[name] = list(numbers(name, said, channels) if said else default)
-    if min(found["std"]) <= 0:
-        raise UserError(f"The file says std = {found['std']}, and images cannot be divided by it.")
-    return {**found, "image_size": config.size[0], "channels": channels}
+    return Preprocess.from_json({**found, "image_size": config.size[0], "channels": channels})
 
 
 # ---- the fit

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from typing import Any
 
 from anechoic.config import checked, hints
-from anechoic.errors import UserError
+from anechoic.errors import UserError, nearest_name
 from anechoic.models.layers import Network, NetworkConfig
 from anechoic.models.mae import MAEConfig, MaskedAutoencoder
 from anechoic.models.resnet import ResNet, ResNetConfig
@@ -59,15 +58,12 @@ def _table() -> dict[str, tuple[str, dict[str, Any]]]:
 MODELS = _table()
 
 
-def nearest(name: str, choices: Any) -> str:
-    near = difflib.get_close_matches(name, list(choices), n=3)
-    return f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(sorted(choices)[:12])}."
-
-
 def model_config(name: str, **options: Any) -> NetworkConfig:
     """The complete config of a named model with some options replaced."""
     if name not in MODELS:
-        raise UserError(f"There is no model {name!r}; {nearest(name, MODELS)} (anechoic models lists all)")
+        raise UserError(
+            f"There is no model {name!r}; {nearest_name(name, MODELS, offered=3)} (anechoic models lists all)"
+        )
     family, size = MODELS[name]
     return _config(family, {**size, **options}, what=name)
 
@@ -77,7 +73,7 @@ def _config(family: str, options: dict[str, Any], *, what: str) -> NetworkConfig
     known = {field.name for field in dataclasses.fields(config_class)}
     for option in options:
         if option not in known:
-            raise UserError(f"{what} has no option {option!r}; {nearest(option, known)}")
+            raise UserError(f"{what} has no option {option!r}; {nearest_name(option, sorted(known), offered=3)}")
     return config_class(**options)
 
 

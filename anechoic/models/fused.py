@@ -43,7 +43,7 @@ def covers(block: Any, x: Tensor) -> bool:
         and x.dtype == torch.float32
         and not torch.is_autocast_enabled("cpu")
         and (is_compiled() or is_ordinary(x))
-        and (block.drop_path.rate == 0 or not block.training)
+        and (block.drop_path1.rate == 0 or not block.training)
     ):
         return False
     attn, mlp = block.attn, block.mlp
@@ -53,7 +53,7 @@ def covers(block: Any, x: Tensor) -> bool:
         (nn.GELU, (mlp.act,)),
         (Shortcut, (block.shortcut1, block.shortcut2)),
     )
-    whole = (attn, mlp, block.drop_path, *(module for _, modules in parts for module in modules))
+    whole = (attn, mlp, block.drop_path1, block.drop_path2, *(module for _, modules in parts for module in modules))
     return (
         all(type(module) is kind for kind, modules in parts for module in modules)
         and not (block.shortcut1.learnable or block.shortcut2.learnable)

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from anechoic.errors import UserError
 from anechoic.models import fused
+from anechoic.rng import Draws
 from anechoic.shortcut import (
     SCHEDULES,
     AlphaMin,
@@ -300,7 +301,12 @@ class Mlp(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Drops a branch for whole samples with the given rate and rescales the rest, in training only."""
+    """Drops a branch for whole samples with the given rate and rescales the rest, in training only.
+
+    A run gives every sample its own number, see `give_draws`; without one they come from torch's generator.
+    """
+
+    uniform: Tensor | None = None
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -309,7 +315,8 @@ class DropPath(nn.Module):
     def forward(self, fx: Tensor) -> Tensor:
         if self.rate == 0 or not self.training:
             return fx
-        keep = torch.rand(fx.shape[0], *[1] * (fx.ndim - 1), device=fx.device) >= self.rate
+        uniform = torch.rand(len(fx), device=fx.device) if self.uniform is None else self.uniform
+        keep = uniform.view(-1, *[1] * (fx.ndim - 1)) >= self.rate
         return fx * (keep.to(fx.dtype) / (1 - self.rate))
 
 
@@ -339,7 +346,7 @@ class Block(nn.Module):
         self.attn = Attention(dim, num_heads, qkv_bias=qkv_bias)
         self.norm2 = nn.LayerNorm(dim, eps=eps[1])
         self.mlp = Mlp(dim, int(dim * mlp_ratio), gelu=gelu)
-        self.drop_path = DropPath(drop_path)
+        self.drop_path1, self.drop_path2 = DropPath(drop_path), DropPath(drop_path)
         self.shortcut1, self.shortcut2 = shortcuts or (Shortcut(kind="attention"), Shortcut(kind="mlp"))
 
     def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
@@ -352,9 +359,9 @@ class Block(nn.Module):
         if not self.unfused and fused.covers(self, x):
             x = fused.attention_branch(x, rows, self.norm1, self.attn, self.shortcut1)
             return fused.mlp_branch(x, self.norm2, self.mlp, self.shortcut2)
-        fx = self.drop_path(self.attn(self.norm1(x), rows))
+        fx = self.drop_path1(self.attn(self.norm1(x), rows))
         x = self.shortcut1(x if rows is None else take(x, rows), fx)
-        return self.shortcut2(x, self.drop_path(self.mlp(self.norm2(x))))
+        return self.shortcut2(x, self.drop_path2(self.mlp(self.norm2(x))))
 
     def branches(self) -> list[Branch]:
         return [
@@ -368,6 +375,15 @@ def choose_path(model: nn.Module, *, unfused: bool = False, recompute: bool = Fa
     for module in model.modules():
         if isinstance(module, Block):
             module.unfused, module.recompute = unfused, recompute
+
+
+def give_draws(model: nn.Module, draws: Draws) -> None:
+    """Let the next forward drop branches by numbers that belong to the samples, whichever process computes them."""
+    dropping = [module for module in model.modules() if isinstance(module, DropPath) and module.rate > 0]
+    if dropping:
+        uniform = draws.uniform("drop-path", len(dropping))
+        for i, module in enumerate(dropping):
+            module.uniform = uniform[:, i]
 
 
 def tapped(blocks: Iterable[Any]) -> list[Event]:

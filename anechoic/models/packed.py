@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -135,7 +136,6 @@ def in_groups(run: Callable[[Tensor], dict], batches: Iterable[Tensor], *, token
     threads of OpenMP spin. The next batch is fetched, and waits, while this one is computed.
     """
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
 
     @torch.inference_mode()
@@ -147,13 +147,28 @@ def in_groups(run: Callable[[Tensor], dict], batches: Iterable[Tensor], *, token
         return {key: torch.cat([part[key] for part in found]) for key in found[0]}
 
     waiting: deque[list[Future[dict]]] = deque()
+    fetched = iter(batches)
     try:
-        for images in batches:
-            waiting.append([pool.submit(compute, part) for part in images.split(max(1, TOKENS // tokens))])
-            if len(waiting) > 1:
-                yield joined(waiting.popleft())
-        while waiting:
-            yield joined(waiting.popleft())
+        while True:
+            # One thread while batches are fetched and groups awaited; whoever takes the results has all of them.
+            with one_thread():
+                images = next(fetched, None)
+                if images is not None:
+                    waiting.append([pool.submit(compute, part) for part in images.split(max(1, TOKENS // tokens))])
+                if not waiting:
+                    return
+                ready = joined(waiting.popleft()) if images is None or len(waiting) > 1 else None
+            if ready is not None:
+                yield ready
     finally:
         pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

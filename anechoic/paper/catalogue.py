@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 
-from anechoic.errors import UserError
+from anechoic.errors import UserError, nearest_name
 from anechoic.paper import crossover, full, pocket
 from anechoic.paper.grids import Grid, Variant
 
@@ -21,9 +20,7 @@ def choose(what: str, scale: str) -> list[Grid]:
     if what == "all":
         return list(grids.values())
     if what not in grids:
-        near = difflib.get_close_matches(what, grids, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(grids)} and all."
-        raise UserError(f"There is no {what} at {scale} scale; {hint}")
+        raise UserError(f"There is no {what} at {scale} scale; {nearest_name(what, [*grids, 'all'], listed=99)}")
     return [grids[what]]
 
 

@@ -91,7 +91,9 @@ def uvit_variants() -> dict[str, Variant]:
         noise=(0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3),
         protocol="in100",
     )
-    latent = replace(cifar, train="imagenet100/train", test="imagenet100/val", fitted=IN100_SIZE)
+    latent = replace(
+        cifar, train="imagenet100/train", test="imagenet100/val", real="imagenet100/train", fitted=IN100_SIZE
+    )
     found = {}
     for alpha in UVIT_ALPHAS:
         found[f"cifar100-alpha{alpha:g}"] = Variant(

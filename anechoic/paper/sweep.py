@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -222,30 +221,11 @@ class passing_on_signals:
 
 def training_flops(config: Config) -> float:
     """Floating-point operations of the whole training: three times the forward pass of every sample."""
-    data, timed = config.data, config.objective.name in ("noise_prediction", "flow_matching")
-    options = json.dumps({"image_size": data.image_size, "in_channels": data.channels, **config.model.options})
-    return 3.0 * forward_flops(config.model.name, options, timed) * float(config.optim.samples or 0)
+    from anechoic.models import model_config
+    from anechoic.models.flops import forward_flops
+    from anechoic.train.build import model_options
 
-
-@cache
-def forward_flops(name: str, options: str, timed: bool) -> int:
-    """Of one image; counted once for trials that differ in what does not matter here, such as alpha or the seed.
-
-    options: of the model, as JSON; timed: it also takes a time.
-    """
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from anechoic.models import build_model
-
-    chosen = json.loads(options)
-    with torch.device("meta"):
-        model = build_model(name, **chosen)
-        images = torch.zeros(1, chosen["in_channels"], chosen["image_size"], chosen["image_size"])
-        counter = FlopCounterMode(display=False)
-        with counter, torch.no_grad():
-            model.train()(images, *([torch.zeros(1)] if timed else []))
-    return counter.get_total_flops()
+    return 3.0 * forward_flops(model_config(config.model.name, **model_options(config))) * (config.optim.samples or 0)
 
 
 # Of one core in one-thread runs of this size, evaluation included; replaced by what finished trials here really took.

@@ -61,6 +61,8 @@ class EvalPlan(Section):
     """evaluate every kept checkpoint by k-NN, not the last one alone"""
     samples: Whole = 0
     """images a denoiser makes to be compared with the real ones; 0 makes none"""
+    real: str = ""
+    """the real images, where the run's own data is not images"""
     extractor: str = "efflite0"
     """whose features compare them"""
     noise: tuple[Share, ...] = (0.02, 0.1)
@@ -113,7 +115,12 @@ def localised(trial: Trial, root: Path) -> Trial:
     return replace(
         trial,
         config=replace(config, data=replace(config.data, source=located(config.data.source, root))),
-        evaluation=replace(evaluation, train=located(evaluation.train, root), test=located(evaluation.test, root)),
+        evaluation=replace(
+            evaluation,
+            train=located(evaluation.train, root),
+            test=located(evaluation.test, root),
+            real=located(evaluation.real, root),
+        ),
     )
 
 
@@ -125,6 +132,7 @@ def run_trial(trial: Trial, run_dir: Path, *, root: Path, verbose: bool = False)
     from anechoic.train.engine import DivergedError, fit
 
     here = localised(trial, root)
+    check_plan(here)
     started, processor = time.perf_counter(), time.process_time()
     metrics: dict[str, Any]
     try:
@@ -150,6 +158,18 @@ def run_trial(trial: Trial, run_dir: Path, *, root: Path, verbose: bool = False)
     }
 
 
+def check_plan(trial: Trial) -> None:
+    """Refuse what could not be evaluated before it is trained."""
+    from anechoic.data.latents import is_latents
+
+    plan = trial.evaluation
+    if plan.samples and not plan.real and is_latents(trial.config.data.source):
+        raise UserError(
+            f"{trial.config.data.source} holds latents, and made images are compared with real ones: name those in "
+            "the evaluation's `real`."
+        )
+
+
 @contextmanager
 def threads(count: int | None) -> Iterator[None]:
     """Evaluate with as many threads as were trained with: sums, and so a neighbour now and then, depend on it."""
@@ -167,16 +187,15 @@ def measure(trial: Trial, run_dir: Path) -> dict[str, Any]:
     """By what the trial was trained for."""
     from anechoic.paper import evaluation
 
+    plan, seed = trial.evaluation, trial.config.seed
     objective = trial.config.objective.name
     if objective in ("noise_prediction", "flow_matching"):
-        return evaluation.judge_denoiser(
-            run_dir, trial.evaluation, source=trial.config.data.source, seed=trial.config.seed
-        )
-    if not trial.evaluation.train:
+        return evaluation.evaluate_denoiser(run_dir, plan, source=trial.config.data.source, seed=seed)
+    if not plan.train:
         return {}
     if objective == "supervised":
-        return evaluation.judge_classifier(run_dir, trial.evaluation)
-    return evaluation.judge_encoder(run_dir, trial.evaluation, seed=trial.config.seed)
+        return evaluation.evaluate_classifier(run_dir, plan, seed=seed)
+    return evaluation.evaluate_encoder(run_dir, plan, seed=seed)
 
 
 def curve(run_dir: Path) -> list[dict[str, Any]]:

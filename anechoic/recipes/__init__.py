@@ -6,14 +6,13 @@ config alone: neither torch nor data nor models.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
 
 from anechoic.config import Config
-from anechoic.errors import UserError
+from anechoic.errors import UserError, nearest_name
 
 MODULES = ("mae", "pocket", "demo", "diffusion", "transfer", "supervised")
 
@@ -32,7 +31,5 @@ def table() -> dict[str, Callable[[], Config]]:
 def recipe(name: str) -> Config:
     """The config of this name, which it carries; a misspelt name is answered with the nearest one."""
     if name not in table():
-        near = difflib.get_close_matches(name, table(), n=1)
-        hint = f"did you mean {near[0]}?" if near else "anechoic recipes lists them."
-        raise UserError(f"There is no recipe {name!r}; {hint}")
+        raise UserError(f"There is no recipe {name!r}; {nearest_name(name, table())}")
     return replace(table()[name](), recipe=name)

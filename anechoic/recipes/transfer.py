@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from anechoic.config import (
-    IMAGENET_MEAN,
-    IMAGENET_STD,
     Config,
     DataConfig,
     ModelConfig,
@@ -34,9 +32,7 @@ def finetune_base_in1k() -> Config:
             {"num_classes": 1000, "pool": "mean", "norm": False, "positions": "learned", "drop_path": 0.1},
         ),
         shortcut=ShortcutConfig(alpha_min=0.6),
-        objective=ObjectiveConfig(
-            "finetuning", {"mean": list(IMAGENET_MEAN), "std": list(IMAGENET_STD), "num_classes": 1000}
-        ),
+        objective=ObjectiveConfig("finetuning", {"num_classes": 1000}),
         optim=OptimConfig(
             batch_size=1024,
             epochs=100,

@@ -134,31 +134,33 @@ def draw_neighbours(
     path: str | Path,
     *,
     similarities: np.ndarray,
+    names: Sequence[Sequence[str]],
     correct: np.ndarray | None = None,
     title: str = "",
 ) -> list[Path]:
-    """queries (n, H, W, C), neighbours (n, k, H, W, C), similarities (n, k); where correct (n, k) is false, a cross."""
+    """queries (n, H, W, C), neighbours (n, k, H, W, C), similarities (n, k); names: of each query and its
+    neighbours; where correct (n, k) is false, a cross."""
     n, k = neighbours.shape[:2]
-    figure, axes = panels(n, k + 1, width=1.1, height=1.25)
+    figure, axes = panels(n, k + 1, width=1.2, height=1.45)
     for row in range(n):
-        show(axes[row, 0], queries[row], title="query" if row == 0 else "")
+        show(axes[row, 0], queries[row], title=f"query\n{names[row][0]}")
         for column in range(k):
-            axis = axes[row, column + 1]
             wrong = correct is not None and not correct[row, column]
-            show(axis, neighbours[row, column], title=f"{similarities[row, column]:.2f}" + (" ✗" if wrong else ""))
+            words = f"{similarities[row, column]:.2f}{' ✗' if wrong else ''}\n{names[row][column + 1]}"
+            show(axes[row, column + 1], neighbours[row, column], title=words)
     figure.suptitle(title, fontsize=9)
     return save(figure, path)
 
 
 @styled
 def draw_layers(
-    curves: Mapping[str, Mapping[str, Sequence[float | None]]], path: str | Path, *, title: str = ""
+    curves: Mapping[str, Mapping[str, Mapping[int, float | None]]], path: str | Path, *, title: str = ""
 ) -> list[Path]:
-    """panel -> line -> value per layer: one panel for each measure, one line for each encoder or pooling (Figure 7)."""
+    """panel -> line -> layer -> value: one panel for each measure, one line for each encoder or pooling (Figure 7)."""
     figure, axes = panels(1, len(curves), width=3.2, height=2.6)
     for axis, (measure, lines) in zip(axes[0], curves.items(), strict=True):
         for i, (name, values) in enumerate(lines.items()):
-            known = [(layer, value) for layer, value in enumerate(values) if value is not None]
+            known = [(layer, value) for layer, value in sorted(values.items()) if value is not None]
             if known:
                 axis.plot(*zip(*known, strict=True), **line_style(i), label=name)
         axis.set(xlabel="layer (0: embedding)", title=measure)

@@ -1,22 +1,9 @@
-"""Tables as text and feature vectors as files: what a person reads and what other programs take over.
-
-It judges nothing and knows no model.
-"""
+"""Tables as text: aligned columns, numbers as people write them."""
 
 from __future__ import annotations
 
-import csv
-import os
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
-
-from anechoic.errors import UserError
-
-FORMATS = (".npz", ".parquet", ".csv")
-CHUNK = 4096
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -41,58 +28,3 @@ def cell(value: Any) -> str:
 def percent(value: float) -> float:
     """0.83215 -> 83.22, as accuracies are written."""
     return round(100 * value, 2)
-
-
-def write_vectors(path: Path, vectors: np.ndarray, *, names: Sequence[str], about: dict[str, str]) -> None:
-    """Names and float32 vectors (n, D) as .npz, .parquet or .csv; `about` says which encoder, layer and pooling.
-
-    Written beside the path and renamed when complete; rows are streamed, so `vectors` may be a file itself.
-    """
-    check_format(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".new-{path.name}")
-    writer = {".npz": write_npz, ".parquet": write_parquet, ".csv": write_csv}[path.suffix.lower()]
-    try:
-        writer(temporary, vectors, names, about)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def check_format(path: Path) -> None:
-    if path.suffix.lower() not in FORMATS:
-        raise UserError(f"Vectors are written as {', '.join(FORMATS)}; {path.name!r} has none of these endings.")
-
-
-def write_npz(path: Path, vectors: np.ndarray, names: Sequence[str], about: dict[str, str]) -> None:
-    texts: dict[str, Any] = {key: np.array(value) for key, value in about.items()}
-    with open(path, "wb") as file:
-        np.savez(file, names=np.array(names, dtype=str), features=vectors, **texts)
-
-
-def write_parquet(path: Path, vectors: np.ndarray, names: Sequence[str], about: dict[str, str]) -> None:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise UserError('Parquet files need an extra package: pip install "anechoic[parquet]".') from error
-    dim = vectors.shape[1]
-    schema = pa.schema([("name", pa.string()), ("features", pa.list_(pa.float32(), dim))], metadata=about)
-    with pq.ParquetWriter(path, schema) as writer:
-        for rows in chunks(len(vectors)):
-            values = pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(vectors[rows]).ravel()), dim)
-            writer.write_table(pa.table([pa.array(names[rows], pa.string()), values], schema=schema))
-
-
-def write_csv(path: Path, vectors: np.ndarray, names: Sequence[str], about: dict[str, str]) -> None:
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["name", *(f"layer{about['layer']}_{about['pooling']}_{j}" for j in range(vectors.shape[1]))])
-        for rows in chunks(len(vectors)):
-            # repr of a float32 is the shortest text that reads back as the same number.
-            block = np.asarray(vectors[rows], dtype=np.float32)
-            writer.writerows([name, *map(str, row)] for name, row in zip(names[rows], block, strict=True))
-
-
-def chunks(count: int) -> Iterator[slice]:
-    return (slice(start, start + CHUNK) for start in range(0, count, CHUNK))

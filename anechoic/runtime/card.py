@@ -5,7 +5,6 @@ Everything is compared before room is made for it: types, sizes, names and shape
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from anechoic.errors import UserError
 from anechoic.models import build, from_json
 from anechoic.models.layers import Network, NetworkConfig, check_marks
+from anechoic.models.preprocess import Preprocess
 from anechoic.runtime.untrusted import of_kind
 
 FORMAT = "anechoic/1"
@@ -40,21 +40,14 @@ def config_of(card: Any, *, where: str) -> NetworkConfig:
     return from_json(of_kind(card, "config", dict, where=where))
 
 
-def check_preprocess(values: Mapping[str, Any], config: NetworkConfig, *, where: str) -> dict[str, Any]:
-    """mean, std, image_size, channels as the network's images need them."""
+def check_preprocess(values: Mapping[str, Any], config: NetworkConfig, *, where: str) -> Preprocess:
+    """How the network's images are prepared; UserError if that does not fit it."""
     channels, size = (of_kind(values, name, int, where=where) for name in ("channels", "image_size"))
     if channels != config.in_channels or not 1 <= size <= 1 << 16:
         raise UserError(
             f"{where} says channels = {channels}, image_size = {size}; its network has {config.in_channels} channels."
         )
-    for name in ("mean", "std"):
-        numbers = of_kind(values, name, list, where=where)
-        right = len(numbers) == channels and all(
-            isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) for value in numbers
-        )
-        if not right or (name == "std" and min(numbers) <= 0):
-            raise UserError(f"{where} says {name} = {numbers!r:.80}, which is not a {name} for {channels} channels.")
-    return dict(values)
+    return Preprocess.from_json(values)
 
 
 def check_tensors(skeleton: Network, tensors: Mapping[str, Tensor], *, where: str) -> None:

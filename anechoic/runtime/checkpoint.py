@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from anechoic.errors import UserError
 from anechoic.models import family_of, to_json
 from anechoic.models.layers import check_marks
+from anechoic.models.preprocess import Preprocess
 from anechoic.runtime.card import FORMAT, network_of
 from anechoic.runtime.run import write_json
 from anechoic.runtime.untrusted import read_table, reason
@@ -39,10 +40,10 @@ class DamagedError(Exception):
 # ---- writing
 
 
-def model_card(model: nn.Module, preprocess: Mapping[str, Any]) -> dict[str, Any]:
-    """What `config.json` says beside the weights. preprocess: mean, std, image_size, channels."""
+def model_card(model: nn.Module, preprocess: Preprocess) -> dict[str, Any]:
+    """What `config.json` says beside the weights."""
     config = to_json(model.config)  # type: ignore[arg-type]
-    return {"format": FORMAT, "family": config["family"], "config": config, "preprocess": dict(preprocess)}
+    return {"format": FORMAT, "family": config["family"], "config": config, "preprocess": preprocess.to_json()}
 
 
 def save(

@@ -5,18 +5,18 @@ It does not train; the engine does, and whoever rebuilds a run to look at it use
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from anechoic.config import Config, OptimConfig, to_json
-from anechoic.data import Source, normalise, open_source
+from anechoic.data import Source, open_source
 from anechoic.data.latents import Latents, is_latents
 from anechoic.errors import UserError
 from anechoic.models import build_model, model_config
+from anechoic.models.preprocess import Preprocess
 from anechoic.train.objectives import NEED_LABELS, TRAINS, make_objective
 from anechoic.train.optim import parameter_groups
 
@@ -93,25 +93,9 @@ def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=0.0, betas=optim.betas, eps=optim.eps, fused=True)
 
 
-def preprocess(config: Config) -> dict[str, Any]:
-    """What whoever uses the model must do to images first."""
+def preprocess_of(config: Config) -> Preprocess:
+    """How images become what the run's network takes."""
     data = config.data
     assert data.mean is not None
     assert data.std is not None
-    return {
-        "mean": list(data.mean),
-        "std": list(data.std),
-        "image_size": data.image_size,
-        "channels": data.channels,
-    }
-
-
-def preparation(config: Config, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """uint8 images from the loader -> normalised floats on the device; what is no pixels (latents) stays as it is."""
-    how = preprocess(config)
-
-    def prepare(images: Tensor) -> Tensor:
-        images = images.to(device, non_blocking=True)
-        return normalise(images, how["mean"], how["std"]) if images.dtype == torch.uint8 else images.float()
-
-    return prepare
+    return Preprocess(data.mean, data.std, data.image_size, data.channels)

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from anechoic.config import Config, adopt, differences, from_json, resolve, to_json
 from anechoic.data import Augment, Loader, Source, Subset
+from anechoic.data.split import hold_out
 from anechoic.errors import UserError
-from anechoic.models.layers import choose_path
+from anechoic.models.layers import choose_path, give_draws
 from anechoic.outcome import Outcome
 from anechoic.rng import Draws
 from anechoic.runtime import checkpoint
@@ -45,8 +46,8 @@ from anechoic.runtime.progress import Progress
 from anechoic.runtime.run import Run, read_json, read_metrics
 from anechoic.runtime.signals import Stop, catch_signals
 from anechoic.shortcut import Annealing
-from anechoic.train.build import check, describe, make_model, make_optimizer, open_data, preparation, preprocess
-from anechoic.train.monitor import Samples, make_monitor, split_indices
+from anechoic.train.build import check, describe, make_model, make_optimizer, open_data, preprocess_of
+from anechoic.train.monitor import Samples, make_monitor
 from anechoic.train.objectives import Objective, make_objective
 from anechoic.train.optim import AveragedWeights, gradient_norm, learning_rate, set_learning_rate
 
@@ -97,7 +98,8 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
         if config.init_from:
             checkpoint.start_from(model, config.init_from)
         choose_path(model, unfused=config.unfused, recompute=config.recompute)
-        objective = make_objective(config.objective.name, **config.objective.options)
+        preprocess = preprocess_of(config)
+        objective = make_objective(config.objective.name, preprocess=preprocess, **config.objective.options)
         optimizer = make_optimizer(model, optim)
         lr_at = partial(
             learning_rate,
@@ -109,7 +111,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
         )
         anneal = Annealing.of(model, share=config.shortcut.anneal) if config.shortcut.anneal else None
         average = AveragedWeights(model, decay=optim.ema) if optim.ema else None
-        card = checkpoint.model_card(model, preprocess(config))
+        card = checkpoint.model_card(model, preprocess)
 
         # Resume: the newest good checkpoint, and the metrics up to it.
         seen, sums = 0, {"count": 0.0}
@@ -129,7 +131,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
         resumed = found is not None
 
         # Data: what is trained on, in an order that is a function of (seed, seen); what is only looked at.
-        train_indices, held_out_indices = split_indices(len(source), holdout=data.holdout)
+        train_indices, held_out_indices = hold_out(len(source), data.holdout)
         loader = Loader(
             Subset(source, train_indices),
             image_size=data.image_size,
@@ -144,10 +146,9 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
             world_size=world.size,
         )
         batches = iter(loader)
-        prepare = preparation(config, world.device)
         monitor = None
         if run is not None and data.holdout:
-            monitor = make_monitor(config, objective, source, train_indices, held_out_indices, prepare=prepare)
+            monitor = make_monitor(config, objective, source, train_indices, held_out_indices, preprocess=preprocess)
 
         # One forward of the model and its objective is what processes average the gradient of.
         task = Task(model, objective, seed=config.seed, compiled=config.compile)
@@ -218,12 +219,13 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
             set_learning_rate(optimizer, lr_at(seen))
             step: dict[str, Tensor] = {}
             parts = split(next(batches), optim.accumulate)
-            # Layers that draw for themselves (drop path) do so as a function of progress, so that they resume too.
-            torch.manual_seed(step_seed(config.seed, seen, world))
             for i, (images, ids, visits, labels) in enumerate(parts):
                 with without_averaging(trained, active=i + 1 < len(parts)):
                     with autocast:
-                        losses = trained(prepare(images), *to_device(world.device, ids, visits, labels))
+                        losses = trained(
+                            preprocess.apply(images.to(world.device, non_blocking=True)),
+                            *to_device(world.device, ids, visits, labels),
+                        )
                     (losses["loss"] / len(parts)).backward()
                 for name, value in losses.items():
                     step[name] = step.get(name, 0) + value.detach() / (len(parts) * world.size)
@@ -298,7 +300,9 @@ class Task(nn.Module):
         self.called = (torch.compile(model) if compiled else model,)
 
     def forward(self, images: Tensor, ids: Tensor, visits: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
-        return self.objective(self.called[0], Samples(images, labels), Draws(self.seed, ids, visits))
+        draws = Draws(self.seed, ids, visits)
+        give_draws(self.model, draws)
+        return self.objective(self.called[0], Samples(images, labels), draws)
 
 
 def due(seen: int, every: int | None, batch_size: int) -> bool:
@@ -334,11 +338,6 @@ def split(batch: Any, parts: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor |
 
 def to_device(device: torch.device, *tensors: Tensor | None) -> list[Tensor | None]:
     return [None if x is None else x.to(device, non_blocking=True) for x in tensors]
-
-
-def step_seed(seed: int, seen: int, world: World) -> int:
-    """A seed for each update of each process (the golden ratio's bits spread neighbouring run seeds apart)."""
-    return (seed * 0x9E3779B97F4A7C15 + seen * world.size + world.rank) % 2**63
 
 
 def agree(world: World, step: dict[str, Tensor], stop: Stop) -> dict[str, float]:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anechoic.errors import UserError
+from anechoic.models.preprocess import Preprocess
 from anechoic.rng import Draws
 from anechoic.train.objectives import Objective, Samples
 
@@ -229,8 +230,7 @@ def mix(
 
 def finetuning(
     *,
-    mean: Sequence[float],
-    std: Sequence[float],
+    preprocess: Preprocess | None,
     num_classes: int,
     smoothing: float = 0.1,
     mixup: float = 0.8,
@@ -241,7 +241,7 @@ def finetuning(
 ) -> Objective:
     """Soft cross-entropy on augmented and mixed images in training; plain cross-entropy and accuracy in evaluation.
 
-    mean and std are those the images were normalised with. magnitude 0 leaves RandAugment out.
+    preprocess: how the images were normalised, since they are augmented as pixels. magnitude 0 leaves RandAugment out.
     """
     for name, value in {"smoothing": smoothing, "switch": switch, "erase": erase}.items():
         if not 0 <= value <= 1:
@@ -249,9 +249,9 @@ def finetuning(
 
     def augmented(images: Tensor, draws: Draws) -> Tensor:
         if magnitude > 0:
-            shift, scale = (images.new_tensor(values).view(1, -1, 1, 1) for values in (mean, std))
-            pixels = (images * scale + shift).clamp(0, 1)
-            images = (rand_augment(pixels, draws, magnitude=magnitude) - shift) / scale
+            assert preprocess is not None, "the engine gives it"
+            pixels = preprocess.invert(images).clamp(0, 1)
+            images = preprocess.renormalise(rand_augment(pixels, draws, magnitude=magnitude))
         return random_erase(images, draws, probability=erase) if erase else images
 
     def loss(model: Any, batch: Samples, draws: Draws) -> dict[str, Tensor]:

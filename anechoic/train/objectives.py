@@ -6,7 +6,6 @@ Other rooms add theirs to OBJECTIVES. (Section 4.)
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable
 from importlib import import_module
@@ -15,7 +14,8 @@ from typing import Any, Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
-from anechoic.errors import UserError
+from anechoic.errors import UserError, nearest_name
+from anechoic.models.preprocess import Preprocess
 from anechoic.rng import Draws
 
 
@@ -70,19 +70,19 @@ TRAINS = {"masked_reconstruction": "mae_"}
 NEED_LABELS = {"supervised", "finetuning"}
 
 
-def make_objective(name: str, **options: Any) -> Objective:
-    """The objective of this name; unknown names and options are refused, the nearest known one offered."""
+def make_objective(name: str, *, preprocess: Preprocess | None = None, **options: Any) -> Objective:
+    """The objective of this name; unknown names and options are refused, the nearest known one offered.
+
+    An objective that changes pixels takes the run's Preprocess by a parameter of that name, which is no option; without
+    one it can be checked, but not used.
+    """
     if name not in OBJECTIVES:
-        raise UserError(f"There is no objective {name!r}; {_nearest(name, list(OBJECTIVES))}")
+        raise UserError(f"There is no objective {name!r}; {nearest_name(name, OBJECTIVES)}")
     module, _, function = OBJECTIVES[name].partition(":")
     builder = getattr(import_module(module), function)
-    known = list(inspect.signature(builder).parameters)
+    parameters = list(inspect.signature(builder).parameters)
+    known = [parameter for parameter in parameters if parameter != "preprocess"]
     for option in options:
         if option not in known:
-            raise UserError(f"The objective {name} has no option {option!r}; {_nearest(option, known)}")
-    return builder(**options)
-
-
-def _nearest(name: str, choices: list[str]) -> str:
-    near = difflib.get_close_matches(name, choices, n=1)
-    return f"did you mean {near[0]}?" if near else f"there are: {', '.join(choices) or 'none'}."
+            raise UserError(f"The objective {name} has no option {option!r}; {nearest_name(option, known)}")
+    return builder(**options, preprocess=preprocess) if "preprocess" in parameters else builder(**options)

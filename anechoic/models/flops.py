@@ -1,14 +1,39 @@
-"""How many floating-point operations a step of training has: the matrix products of the plain algorithm.
+"""How many floating-point operations a network has: the matrix products of the plain algorithm.
 
 A multiply-add counts as two. Work that an implementation avoids still counts, so that avoiding it shows as speed.
 """
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from anechoic.models import build, family_of
+from anechoic.models.layers import NetworkConfig
 from anechoic.models.mae import MAEConfig, skip_sources
 
 
-def forward_flops(config: MAEConfig) -> tuple[float, float]:
+def forward_flops(config: NetworkConfig) -> float:
+    """Of one image through a network of ours."""
+    return mae_flops(config)[0] if isinstance(config, MAEConfig) else counted_flops(config)
+
+
+@cache
+def counted_flops(config: NetworkConfig) -> float:
+    """As torch counts them while the network runs, without allocating it."""
+    with torch.device("meta"):
+        model = build(config).train()
+        image = torch.zeros(1, config.in_channels, *config.size)
+        times = [torch.zeros(1)] if family_of(config) in ("uvit", "sit") else []
+        counter = FlopCounterMode(display=False)
+        with counter, torch.no_grad():
+            model(image, *times)
+    return float(counter.get_total_flops())
+
+
+def mae_flops(config: MAEConfig) -> tuple[float, float]:
     """Of one image through the masked autoencoder: (all products, the patch embedding's share of them).
 
     All patches are embedded, the encoder sees the class token and the kept ones, the decoder sees and predicts all.
@@ -41,5 +66,5 @@ def skip_flops(tokens: int, encoder_dim: int, dim: int) -> float:
 
 def step_flops(config: MAEConfig, batch: int) -> float:
     """Forward and backward: every product has two in the backward pass, but nobody asks for the pixels' gradient."""
-    forward, embedding = forward_flops(config)
+    forward, embedding = mae_flops(config)
     return batch * (3 * forward - embedding)

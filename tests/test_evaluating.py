@@ -16,10 +16,12 @@ from PIL import Image
 
 from anechoic.cli import main
 from anechoic.data import open_source
+from anechoic.data.split import hold_out_share
 from anechoic.errors import UserError
-from anechoic.evals import bank, dynamics, labelled
+from anechoic.evals import dynamics, feature_cache
 from anechoic.evals.encoders import baselines, open_encoder
 from anechoic.models import build_model
+from anechoic.models.preprocess import Preprocess
 from anechoic.runtime.checkpoint import model_card, save, write_model
 
 SMALL = {"dim": 24, "depth": 2, "num_heads": 2, "decoder_dim": 16, "decoder_depth": 2, "decoder_num_heads": 2}
@@ -160,36 +162,36 @@ def test_embedding_to_every_format(digits_run, tmp_path):
 def test_embeddings_repeat_and_are_kept_by_content(digits_run, tmp_path, monkeypatch):
     monkeypatch.setenv("ANECHOIC_CACHE", str(tmp_path))
     encoder, source = open_encoder(digits_run), open_source("digits:test", channels=1)
-    first = bank.features_of(encoder, source, layers="all")
+    first = feature_cache.features_of(encoder, source, layers="all")
     assert len(list((tmp_path / "features").iterdir())) == 1
 
     def refuse(*args, **kwargs):
         raise AssertionError("the network ran again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(bank, "extract_batches", refuse)
-        again = bank.features_of(encoder, source, layers=(-1,))
+        patch.setattr(feature_cache, "extract_batches", refuse)
+        again = feature_cache.features_of(encoder, source, layers=(-1,))
     assert np.array_equal(again.sets[2, "class"], first.sets[2, "class"])
     with torch.no_grad():
         encoder.model.encoder.class_token.add_(0.1)
-    other = bank.features_of(open_encoder(digits_run), source)  # weights on disk are unchanged: same entry
+    other = feature_cache.features_of(open_encoder(digits_run), source)  # weights on disk are unchanged: same entry
     assert np.array_equal(other.sets[2, "class"], first.sets[2, "class"])
-    changed = bank.features_of(dataclasses.replace(encoder), source)
+    changed = feature_cache.features_of(dataclasses.replace(encoder), source)
     assert not np.array_equal(changed.sets[2, "class"], first.sets[2, "class"])
     assert len(list((tmp_path / "features").iterdir())) == 2
 
 
 def test_a_cache_that_cannot_be_written_costs_only_time(digits_run, tmp_path, monkeypatch):
     source = open_source("digits:test", channels=1)
-    expected = bank.features_of(open_encoder(digits_run), source)
+    expected = feature_cache.features_of(open_encoder(digits_run), source)
 
     def refuse(self, *args, **kwargs):
         raise PermissionError(13, "Permission denied")
 
     with monkeypatch.context() as patch:
-        patch.setattr(bank.Path, "mkdir", refuse)
+        patch.setattr(feature_cache.Path, "mkdir", refuse)
         with pytest.warns(UserWarning, match="computed anew"):
-            found = bank.features_of(open_encoder(digits_run), source)
+            found = feature_cache.features_of(open_encoder(digits_run), source)
     assert all(np.array_equal(value, expected.sets[key]) for key, value in found.sets.items())
 
 
@@ -198,7 +200,7 @@ def test_unreadable_images_are_left_out_and_counted(digits_run, tmp_path):
         Image.fromarray(np.full((8, 8), 20 * i, dtype=np.uint8)).save(tmp_path / f"{i:02d}.png")
     (tmp_path / "05.png").write_bytes(b"no image")
     found = answer("embed", digits_run, tmp_path, "-o", tmp_path / "out.npz")
-    assert (found["vectors"], found["skipped"]) == (11, 1)
+    assert (found["vectors"], [item["name"] for item in found["skipped"]]) == (11, ["05.png"])
     packed = np.load(tmp_path / "out.npz")
     assert len(packed["features"]) == 11
     assert not any("05.png" in name for name in packed["names"])
@@ -299,7 +301,7 @@ def test_dynamics_over_checkpoints(tmp_path):
         for seen in (64, 128):
             torch.manual_seed(seen)
             model = build_model("mae_tiny_patch4", image_size=16, in_channels=1, alpha_min=alpha_min, **SMALL)
-            card = model_card(model, {"mean": [0.5], "std": [0.5], "image_size": 16, "channels": 1})
+            card = model_card(model, Preprocess((0.5,), (0.5,), 16, 1))
             save(run / "checkpoints", seen=seen, tensors={"model": model.state_dict()}, card=card, state={})
         runs.append(run)
     found = answer("analyze", runs[0], "digits:test", "--runs", *runs[1:], "--figures", tmp_path)
@@ -339,7 +341,7 @@ def test_mistakes_are_one_clear_sentence(digits_run, pictures, tmp_path):
     sorted_, loose = pictures / "sorted", pictures / "loose"
     assert "folder per class" in mistake("knn", digits_run, "--train", loose)
     assert "at least two classes" in mistake("knn", digits_run, "--train", pictures / "single")
-    assert "k = 200 is more than the 10 train samples" in mistake("knn", digits_run, "--train", sorted_)
+    assert "k = 200 is more than the 10 train samples" in mistake("knn", digits_run, "--train", sorted_, "--k", 200)
     assert "Data is missing" in mistake("knn", digits_run)
     assert "Name one encoder" in mistake("knn", "--train", sorted_)
     assert "Name one encoder" in mistake("knn", digits_run, "--model", "timm:x", "--train", sorted_)
@@ -369,7 +371,7 @@ def test_damaged_weights_are_noticed(tmp_path):
     model = build_model("vit_tiny_patch4", image_size=16, in_channels=1, dim=24, depth=2, num_heads=2)
     with torch.no_grad():
         model.class_token.fill_(math.nan)
-    card = model_card(model, {"mean": [0.5], "std": [0.5], "image_size": 16, "channels": 1})
+    card = model_card(model, Preprocess((0.5,), (0.5,), 16, 1))
     write_model(tmp_path / "model", model.state_dict(), card)
     for verb in (("knn",), ("probe",), ("probe", "--protocol", "in100", "--epochs", 1)):
         sentence = mistake(verb[0], tmp_path / "model", "--train", "digits:train", "--test", "digits:test", *verb[1:])
@@ -378,10 +380,10 @@ def test_damaged_weights_are_noticed(tmp_path):
 
 
 def test_a_held_out_part_is_disjoint_and_seeded():
-    train, test = labelled.split_indices(50, holdout=0.2, seed=3)
+    train, test = hold_out_share(50, 0.2, seed=3)
     assert sorted([*train, *test]) == list(range(50))
     assert len(test) == 10
-    assert np.array_equal(test, labelled.split_indices(50, holdout=0.2, seed=3)[1])
-    assert not np.array_equal(test, labelled.split_indices(50, holdout=0.2, seed=4)[1])
+    assert np.array_equal(test, hold_out_share(50, 0.2, seed=3)[1])
+    assert not np.array_equal(test, hold_out_share(50, 0.2, seed=4)[1])
     with pytest.raises(UserError, match="cannot be split"):
-        labelled.split_indices(2, holdout=0.1, seed=0)
+        hold_out_share(2, 0.1, seed=0)

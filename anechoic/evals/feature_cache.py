@@ -1,7 +1,7 @@
-"""A bank of features on disk: what an encoder makes of a source, computed once in one pass and kept by content.
+"""The features of a source: what an encoder makes of its images in one pass, in memory or in a cache on disk.
 
-The key is the encoder's weights and preparation and the source's images, so a stale entry cannot be met. It knows
-neither labels nor judges. Features are written as they come; memory does not grow with the number of images.
+The cache's key is the encoder's weights and preparation and the source's images, so a stale entry cannot be met; files
+are written as features come, so memory does not grow with the number of images. It knows neither labels nor metrics.
 """
 
 from __future__ import annotations
@@ -21,21 +21,20 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from anechoic.data import Augment, Loader, Source, cache_dir, normalise
+from anechoic.data import Augment, Loader, Source, cache_dir
 from anechoic.errors import UserError
 from anechoic.evals.encoders import Encoder
-from anechoic.evals.features import Key, Pooling, choose_layers, extract_batches
-
-# Images of a batch. An accelerator wants many; cores compute them in small groups and only have to be kept busy.
-BATCH, BATCH_ON_CORES = 256, 64
+from anechoic.evals.features import Key, Pooling, choose_layers, extract, extract_batches
 
 
 @dataclass(frozen=True)
 class Features:
-    """sets: (layer, pooling) -> float32 (n, D), read from disk as used; ids (n,): which images of the source."""
+    """sets: (layer, pooling) -> float32 (n, D); ids (n,): which images of the source; skipped: (name, reason) of those
+    that cannot be read."""
 
     sets: dict[Key, np.ndarray]
     ids: np.ndarray
+    skipped: tuple[tuple[str, str], ...] = ()
 
 
 def pick_device(device: str) -> torch.device:
@@ -57,15 +56,19 @@ def features_of(
     poolings: Sequence[Pooling] | None = None,
     device: str = "auto",
     workers: int = 0,
+    cached: bool = True,
     keep_pixels: bool = True,
 ) -> Features:
     """Deterministic, unmasked features of every readable image, in the source's order. Centre crop, no augmentation.
 
-    keep_pixels: decode the images into the pixel cache first, which pays when they are passed over again.
+    cached: kept on disk and read from there as used; otherwise in memory. keep_pixels: decode the images into the pixel
+    cache first, which pays when they are passed over again.
     """
     pick_device(device)  # a mistake is told even when nothing has to be computed
     chosen = choose_layers(layers, count=len(encoder.widths))
     wanted: list[Key] = [(layer, pooling) for layer in chosen for pooling in usable_poolings(encoder, poolings)]
+    if not cached:
+        return in_memory(encoder, source, wanted, device=device)
     folder = cache_dir() / "features" / f"{encoder.fingerprint}-{source.fingerprint}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -74,10 +77,26 @@ def features_of(
             compute(encoder, source, missing, folder, device=device, workers=workers, keep_pixels=keep_pixels)
     except PermissionError as error:
         warnings.warn(f"Features cannot be kept in {folder} ({error.strerror}); they are computed anew.", stacklevel=2)
-        folder = Path(tempfile.mkdtemp(prefix="anechoic-features-"))
-        compute(encoder, source, wanted, folder, device=device, workers=workers, keep_pixels=keep_pixels)
-        return read(folder, wanted, mapped=False)
-    return read(folder, wanted, mapped=True)
+        return in_memory(encoder, source, wanted, device=device)
+    return read(folder, wanted, source)
+
+
+def in_memory(encoder: Encoder, source: Source, wanted: Sequence[Key], *, device: str) -> Features:
+    ids: list[np.ndarray] = []
+    sets = extract(
+        encoder.model,
+        batches(encoder, source, device=device, ids=ids),
+        layers=list(dict.fromkeys(layer for layer, _ in wanted)),
+        poolings=list(dict.fromkeys(pooling for _, pooling in wanted)),
+        forward=encoder.forward,
+    )
+    refuse_nothing(ids)
+    return Features(sets, np.concatenate(ids), tuple(source.skipped))
+
+
+def refuse_nothing(ids: Sequence[np.ndarray]) -> None:
+    if not ids:
+        raise UserError("None of the images could be read, so there are no features; check the data.")
 
 
 def usable_poolings(encoder: Encoder, poolings: Sequence[Pooling] | None) -> Sequence[Pooling]:
@@ -92,12 +111,14 @@ def file_name(key: Key) -> str:
     return f"{key[0]:03d}-{key[1]}.npy"
 
 
-def read(folder: Path, wanted: Sequence[Key], *, mapped: bool) -> Features:
-    sets = {key: np.load(folder / file_name(key), mmap_mode="r" if mapped else None) for key in wanted}
+def read(folder: Path, wanted: Sequence[Key], source: Source) -> Features:
+    sets = {key: np.load(folder / file_name(key), mmap_mode="r") for key in wanted}
     ids = np.load(folder / "ids.npy")
-    if not mapped:
-        shutil.rmtree(folder)
-    return Features(sets, ids)
+    # A cached set knows which images are missing, but only a pass over the images knows why.
+    missing = np.setdiff1d(np.arange(len(source)), ids)
+    known = dict(source.skipped)
+    named = (source.name(int(index)) for index in missing)
+    return Features(sets, ids, tuple((name, known.get(name, "it could not be read")) for name in named))
 
 
 def compute(
@@ -124,12 +145,11 @@ def compute(
         ids: list[np.ndarray] = []
         stream = batches(encoder, source, device=device, workers=workers, ids=ids, keep_pixels=keep_pixels)
         done = 0
-        for found in extract_batches(encoder.model, stream, layers=layers, poolings=poolings):
+        for found in extract_batches(encoder.model, stream, layers=layers, poolings=poolings, forward=encoder.forward):
             for key, table in tables.items():
                 table[done : done + len(found[key])] = found[key].numpy(force=True)
             done += len(found[wanted[0]])
-        if done == 0:
-            raise UserError("None of the images could be read, so there are no features; check the data.")
+        refuse_nothing(ids)
         np.save(temporary / "ids.npy", np.concatenate(ids))
         for key, table in tables.items():
             table.flush()
@@ -156,18 +176,13 @@ def batches(
     loader = Loader(
         source,
         image_size=encoder.image_size,
-        batch_size=BATCH_ON_CORES if where.type == "cpu" else BATCH,
+        batch_size=encoder.batch_size_on_cores if where.type == "cpu" else encoder.batch_size,
         augment=Augment(kind="centre"),
         workers=workers,
         build_cache=keep_pixels,
     )
     bar = tqdm(loader, total=loader.num_batches, desc=encoder.name, leave=False, disable=not sys.stderr.isatty())
     for batch in bar:
-        if batch.images.shape[1] != encoder.channels:
-            raise UserError(
-                f"{encoder.name} takes images of {encoder.channels} channels and the data has {batch.images.shape[1]}; "
-                "convert the images or train a model for them."
-            )
         if ids is not None:
             ids.append(batch.ids.numpy())
-        yield normalise(batch.images.to(where), encoder.mean, encoder.std)
+        yield encoder.prepare(batch.images.to(where), batch.ids)

@@ -1,0 +1,476 @@
+"""The verbs that evaluate and explain frozen features: embed, knn, probe, analyze.
+
+Each opens an encoder and data, chooses what the evaluator measures, and words the result. RUN may be a run, model or
+checkpoint directory, timm:NAME (timm:NAME:random for fresh weights) or hf:FOLDER.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from anechoic.api.arguments import given
+from anechoic.errors import UserError
+from anechoic.outcome import Outcome
+
+if TYPE_CHECKING:
+    from anechoic.evals.encoders import Encoder
+    from anechoic.evals.evaluator import EvalSpec, Evaluation
+    from anechoic.evals.labelled import Labelled
+
+Pooling = Literal["class", "mean", "all"]
+Layers = tuple[int, ...] | Literal["all"]
+Output = Annotated[Path, tyro.conf.arg(aliases=["-o"])]
+
+
+def embed(
+    run: str,
+    data: str | None = None,
+    /,
+    *,
+    output: Output,
+    model: str | None = None,
+    layer: int = -1,
+    pooling: Pooling | None = None,
+    image_size: int | None = None,
+    device: str = "auto",
+    workers: int = 0,
+) -> Outcome:
+    """Write one feature vector per image, with the images' names, to a .npz, .parquet or .csv file.
+
+    Example: anechoic embed runs/mine photos/ -o vectors.npz
+
+    Args:
+        run: run, model or checkpoint directory, timm:NAME or hf:FOLDER (with --model, the data).
+        data: the images: a folder, list, zip, tar, parquet, npz, digits, scenes or hf:NAME.
+        output: where to write; the ending chooses the format.
+        model: timm:NAME or hf:FOLDER instead of a run.
+        layer: 0 is the embedding, k the k-th block, -1 the encoder's output.
+        pooling: class token, mean of the patches, or mean of all tokens (default: class token if there is one).
+        image_size: side of the images, if other than the model's own.
+        device: cpu, cuda, mps; auto takes an accelerator if there is one.
+        workers: processes that decode ahead; with 0, images are decoded while others are computed.
+    """
+    asked, started = given(locals()), time.perf_counter()
+    from anechoic.data import open_source
+    from anechoic.evals.vectors import check_format, embed_source
+
+    check_format(output)
+    if workers < 0:
+        raise UserError(f"--workers counts processes, 0 or more, not {workers}.")
+    encoder, where = encoder_and_data(run, data, model, image_size)
+    source = open_source(where, channels=encoder.channels)
+    about = {"encoder": str(model or run)}
+    metrics = embed_source(
+        encoder, source, output, layer=layer, pooling=pooling, device=device, workers=workers, about=about
+    )
+    text = "Wrote {vectors} vectors of {dim} channels (layer {layer}, {pooling}) to ".format(**metrics) + f"{output}."
+    return outcome(asked, metrics, text + skipped_text(metrics["skipped"]), started)
+
+
+def knn(
+    run: str | None = None,
+    /,
+    *,
+    train: str | None = None,
+    test: str | None = None,
+    holdout: float = 0.2,
+    model: str | None = None,
+    k: tuple[int, ...] = (),
+    temperature: float = 0.07,
+    layers: Layers = (-1,),
+    pooling: tuple[Pooling, ...] = (),
+    baselines: bool = True,
+    image_size: int | None = None,
+    device: str = "auto",
+    seed: int = 0,
+) -> Outcome:
+    """Evaluate frozen features by a weighted vote of nearest neighbours (DINO's protocol), beside three baselines.
+
+    Example: anechoic knn runs/mine --train photos/train --test photos/val
+
+    Args:
+        run: run, model or checkpoint directory, timm:NAME or hf:FOLDER.
+        train: labelled images that vote; a sub-folder's name, the column or array `label` is the label.
+        test: labelled images to classify; without it, a part of train is held out.
+        holdout: share of train to test on when there is no test data.
+        model: timm:NAME or hf:FOLDER instead of a run.
+        k: numbers of neighbours; by default those of 10, 20, 100 and 200 that there are train samples for.
+        temperature: a neighbour's vote is exp(similarity / temperature).
+        layers: layers to evaluate, or all.
+        pooling: class, mean (of patches) or all (tokens); by default each that the model has.
+        baselines: also evaluate the untrained network, raw pixels and a constant.
+        image_size: side of the images, if other than the model's own.
+        device: cpu, cuda, mps; auto takes an accelerator if there is one.
+        seed: of the held-out part and of the untrained network.
+    """
+    asked, started = given(locals()), time.perf_counter()
+    from anechoic.evals.evaluator import EvalSpec
+    from anechoic.report.tables import percent, text_table
+
+    encoder = the_encoder(run, model, image_size)
+    labelled = open_parts(encoder, train, test, holdout, seed)
+    ks = neighbours(k, len(labelled.train or ()))
+    spec = EvalSpec(
+        ("knn",), layers=layers, poolings=pooling, neighbours=ks, temperature=temperature, holdout=holdout, seed=seed
+    )
+    found = compared(encoder, labelled, spec, baselines=baselines, device=device)
+    rows = [
+        {**names_of(row), "accuracy": {str(k): value for k, value in row["knn_by_k"].items()}} for row in found.rows
+    ]
+    cells = [[*names_of(row).values(), *(percent(value) for value in row["accuracy"].values())] for row in rows]
+    text = f"k-NN top-1 in per cent, {sizes(found.counts)}\n"
+    text += text_table(["encoder", "layer", "pooling", *map(str, ks)], cells)
+    own = [max(row["accuracy"].values()) for row in rows if row["encoder"] == encoder.name]
+    metrics = {"accuracy": max(own), "rows": rows, **found.counts, "skipped": listed(found.skipped)}
+    return outcome({**asked, "k": list(ks)}, metrics, text + skipped_text(metrics["skipped"]), started, seed)
+
+
+def probe(
+    run: str | None = None,
+    /,
+    *,
+    train: str | None = None,
+    test: str | None = None,
+    holdout: float = 0.2,
+    protocol: Literal["logistic", "in100", "mae"] = "logistic",
+    model: str | None = None,
+    layers: Layers | None = None,
+    pooling: tuple[Pooling, ...] = (),
+    noise: tuple[float, ...] = (),
+    epochs: int | None = None,
+    batch_size: int | None = None,
+    baselines: bool = True,
+    image_size: int | None = None,
+    device: str = "auto",
+    seed: int = 0,
+) -> Outcome:
+    """Evaluate frozen features by a linear classifier: converged logistic regression, or the published protocols.
+
+    Example: anechoic probe runs/mine --train photos/train --test photos/val --layers all
+
+    Args:
+        run: run, model or checkpoint directory, timm:NAME or hf:FOLDER.
+        train: labelled images to fit; a sub-folder's name, the column or array `label` is the label.
+        test: labelled images to classify; without it, a part of train is held out.
+        holdout: share of train to test on when there is no test data.
+        protocol: logistic (its regulariser chosen on held-out train data), in100 (the paper's ImageNet-100 probe), mae
+            (MAE's ImageNet-1K probe: augmented, so every epoch runs the encoder).
+        model: timm:NAME or hf:FOLDER instead of a run.
+        layers: layers to evaluate, or all; default the last, with --noise all.
+        pooling: class, mean (of patches) or all (tokens). Default: in100 all, mae class, logistic each.
+        noise: for a denoiser (U-ViT, SiT): noise levels from 0 to 1; every layer is probed at every level, and which
+            of them counts is chosen on held-out train data.
+        epochs: of in100 (200) and mae (90).
+        batch_size: of in100 (1024) and mae (16384); never more than there are samples.
+        baselines: also evaluate the untrained network, raw pixels and a constant (not with mae).
+        image_size: side of the images, if other than the model's own.
+        device: cpu, cuda, mps; auto takes an accelerator if there is one.
+        seed: of the held-out parts, of the heads' weights and order, and of the untrained network.
+    """
+    asked, started = given(locals()), time.perf_counter()
+    from anechoic.evals.evaluator import EvalSpec
+    from anechoic.report.tables import percent, text_table
+
+    settings: dict[str, Any] = {"protocol": protocol, "epochs": epochs, "batch_size": batch_size, "seed": seed}
+    if noise:
+        refuse_with_noise(run=run, model=model, pooling=pooling, image_size=image_size)
+        spec = EvalSpec(("selection", "probe"), layers=layers or "all", noise=noise, **settings)
+        found = noisy_evaluation(str(run), train, test, holdout, spec, device=device)
+        metrics, text = noisy_outcome(found)
+        return outcome(asked, metrics, text + skipped_text(metrics["skipped"]), started, seed)
+    encoder = the_encoder(run, model, image_size)
+    labelled = open_parts(encoder, train, test, holdout, seed)
+    if not pooling:
+        by_protocol: dict[str, tuple[Pooling, ...]] = {"in100": ("all",), "mae": ("class",), "logistic": ()}
+        pooling = by_protocol[protocol] if "class" in encoder.poolings else ("mean",)
+    spec = EvalSpec(("probe",), layers=layers or (-1,), poolings=pooling, **settings)
+    found = compared(encoder, labelled, spec, baselines=baselines and protocol != "mae", device=device)
+    rows = [{**names_of(row), "accuracy": row["probe"], **without(row, "probe")} for row in found.rows]
+    extra = [key for key in rows[0] if key not in ("encoder", "layer", "pooling", "accuracy", "curve", "held_out")]
+    cells = [[*names_of(row).values(), percent(row["accuracy"]), *(row[key] for key in extra)] for row in rows]
+    text = f"{protocol} probe, top-1 in per cent, {sizes(found.counts)}\n"
+    text += text_table(["encoder", "layer", "pooling", "top-1", *extra], cells)
+    own = [row["accuracy"] for row in rows if row["encoder"] == encoder.name]
+    metrics = {"accuracy": max(own), "rows": rows, **found.counts, "skipped": listed(found.skipped)}
+    return outcome(asked, metrics, text + skipped_text(metrics["skipped"]), started, seed)
+
+
+def refuse_with_noise(*, run: str | None, model: str | None, pooling: tuple, image_size: int | None) -> None:
+    """What a denoiser's features cannot honour."""
+    if run is None or model is not None:
+        raise UserError("--noise is for denoisers trained here: name a run directory, and no --model.")
+    if pooling not in ((), ("mean",)):
+        raise UserError("A denoiser's features are the mean of its patches: leave --pooling out with --noise.")
+    if image_size is not None:
+        raise UserError("A denoiser takes images of the size it was trained on: leave --image-size out with --noise.")
+
+
+def noisy_evaluation(
+    run: str, train: str | None, test: str | None, holdout: float, spec: EvalSpec, *, device: str
+) -> Evaluation:
+    from anechoic.evals.denoisers import open_noisy
+    from anechoic.evals.evaluator import Evaluator
+    from anechoic.evals.feature_cache import pick_device
+    from anechoic.evals.labelled import open_labelled
+
+    denoiser = open_noisy(run, device=pick_device(device))
+    labelled = open_labelled(train, test, holdout=holdout, seed=spec.seed, channels=denoiser.channels)
+    return Evaluator(spec, device=device).run(denoiser, labelled)
+
+
+def noisy_outcome(found: Evaluation) -> tuple[dict[str, Any], str]:
+    """All rows; chosen is best on held-out training data, the test-selected maximum stands beside it and says so."""
+    from anechoic.report.tables import percent, text_table
+
+    rows = [
+        {"noise": row["noise"], "layer": row["layer"], "held_out": row["selection"], "accuracy": row["probe"]}
+        for row in found.rows
+    ]
+    chosen = max(rows, key=lambda row: row["held_out"])
+    best = max(rows, key=lambda row: row["accuracy"])
+    levels, layers = (list(dict.fromkeys(row[name] for row in rows)) for name in ("noise", "layer"))
+    cells = {
+        (row["layer"], row["noise"]): f"{percent(row['accuracy']):.2f}{'*' if row is chosen else ' '}" for row in rows
+    }
+    text = [
+        f"Linear probe of layers x noise levels, test top-1 in per cent, {sizes(found.counts)}",
+        text_table(
+            ["layer", *(f"t={level:g}" for level in levels)],
+            [[layer, *(cells[layer, level] for level in levels)] for layer in layers],
+        ),
+        f"* chosen on held-out training data: layer {chosen['layer']} at noise {chosen['noise']:g}, "
+        f"test {percent(chosen['accuracy']):.2f}",
+        f"test-selected maximum (optimistic): layer {best['layer']} at noise {best['noise']:g}, "
+        f"test {percent(best['accuracy']):.2f}",
+    ]
+    metrics = {"accuracy": chosen["accuracy"], "chosen": chosen, "test_selected_maximum": best, "rows": rows}
+    return {**metrics, **found.counts, "skipped": listed(found.skipped)}, "\n".join(text)
+
+
+def analyze(
+    run: str,
+    data: str | None = None,
+    /,
+    *,
+    model: str | None = None,
+    runs: tuple[str, ...] = (),
+    test: str | None = None,
+    samples: int = 5000,
+    layers: Layers = "all",
+    pooling: tuple[Pooling, ...] = (),
+    baselines: bool = True,
+    figures: Path | None = None,
+    image_size: int | None = None,
+    device: str = "auto",
+    seed: int = 0,
+) -> Outcome:
+    """Explain an encoder layer by layer: effective rank, the echo of its input, and how well classes separate.
+
+    Example: anechoic analyze runs/mine photos/val --figures pictures/
+
+    Args:
+        run: run, model or checkpoint directory, timm:NAME or hf:FOLDER (with --model, the data).
+        data: the images; with labels, silhouette and k-NN are measured too.
+        model: timm:NAME or hf:FOLDER instead of a run.
+        runs: more runs that differ in alpha_min: rank and accuracy at every checkpoint of all of them, and how the two
+            correlate (training dynamics; needs labels).
+        test: data to test the accuracies of --runs on; without it, a fifth of data is held out.
+        samples: use at most so many images, evenly spaced.
+        layers: layers to explain, or all; 0 is the embedding.
+        pooling: class, mean (of patches) or all (tokens); by default class and mean.
+        baselines: also show the last layer of the untrained network, raw pixels and a constant.
+        figures: a folder to draw pictures into, as PNG and SVG.
+        image_size: side of the images, if other than the model's own.
+        device: cpu, cuda, mps; auto takes an accelerator if there is one.
+        seed: of the held-out part and of the untrained network.
+    """
+    asked, started = given(locals()), time.perf_counter()
+    from anechoic.evals.encoders import baselines as baselines_of
+    from anechoic.evals.evaluator import EvalSpec, Evaluator
+    from anechoic.evals.labelled import open_maybe_labelled
+
+    encoder, where = encoder_and_data(run, data, model, image_size)
+    if runs:
+        pool = pooling[0] if pooling else encoder.poolings[0]
+        found = dynamics_outcome([run, *runs], where, test, pooling=pool, figures=figures, device=device, seed=seed)
+        return outcome(asked, *found, started, seed)
+    if samples < 2:
+        raise UserError(f"An analysis needs at least 2 samples, not {samples}.")
+    labelled = open_maybe_labelled(where, channels=encoder.channels)
+    chosen = pooling or tuple(p for p in ("class", "mean") if p in encoder.poolings)
+    spec = EvalSpec(
+        ("rank", "echo", "silhouette", "knn", "stream"), layers=layers, poolings=chosen, tested=samples, seed=seed
+    )
+    evaluator = Evaluator(spec, device=device)
+    subject = evaluator.extract(encoder, labelled)
+    own = evaluator.measure(subject)
+    rows = explained(encoder, own)
+    for other in baselines_of(encoder, seed=seed) if baselines else []:
+        # The echo is measured against layer 0, so a baseline's table has it too.
+        of_baseline = replace(spec, layers=(0, -1), poolings=usable_poolings(other, chosen))
+        found_rows = explained(other, Evaluator(of_baseline, device=device).run(other, labelled))
+        rows += [row for row in found_rows if row["layer"] == len(other.widths) - 1]
+    metrics: dict[str, Any] = {"samples": own.counts["test_samples"], "rows": rows, "skipped": listed(own.skipped)}
+    if labelled.test_labels is not None:
+        metrics["classes"] = len(set(labelled.test_labels.tolist()))
+    if figures is not None:
+        from anechoic.report.explanation import draw_all
+
+        of_encoder = [row for row in rows if row["encoder"] == encoder.name]
+        metrics["figures"] = [str(path) for path in draw_all(subject, of_encoder, figures)]
+    return outcome(asked, metrics, layer_text(metrics) + skipped_text(metrics["skipped"]), started, seed)
+
+
+def explained(encoder: Encoder, found: Evaluation) -> list[dict[str, Any]]:
+    """A row per (pooling, layer), with the numbers of whole layers beside those of its features."""
+    poolings = list(dict.fromkeys(row["pooling"] for row in found.rows))
+    rows = [
+        {"encoder": encoder.name, **without(row, "knn_by_k")}
+        | {name: values[row["layer"]] for name, values in found.network.items()}
+        for row in found.rows
+    ]
+    return sorted(rows, key=lambda row: (poolings.index(row["pooling"]), row["layer"]))
+
+
+COLUMNS = {
+    "rank_rows": "rank",
+    "entropy_rows": "entropy",
+    "rank_columns": "rank, centred",
+    "cka": "CKA with 0",
+    "cosine": "cosine with 0",
+    "input_share": "input share",
+    "branch_ratio": "branch/shortcut",
+    "gain": "gain",
+    "token_norm": "norm",
+    "silhouette": "silhouette",
+    "knn": "k-NN",
+}
+
+
+def layer_text(metrics: Mapping[str, Any]) -> str:
+    from anechoic.report.tables import text_table
+
+    rows = metrics["rows"]
+    shown = {key: name for key, name in COLUMNS.items() if any(row.get(key) is not None for row in rows)}
+    cells = [[*names_of(row).values(), *(row.get(key) for key in shown)] for row in rows]
+    notes = (
+        f"{metrics['samples']} samples. rank = exp(entropy), each sample's mean removed as in the paper; centred: the "
+        "mean over samples removed. Layer 0 is the embedding; input share is what is left of it on the identity path."
+    )
+    drawn = "".join(f"\n{path}" for path in metrics.get("figures", ()))
+    return text_table(["encoder", "layer", "pooling", *shown.values()], cells) + "\n" + notes + drawn
+
+
+def dynamics_outcome(
+    runs: list[str],
+    train: str,
+    test: str | None,
+    *,
+    pooling: Pooling,
+    figures: Path | None,
+    device: str,
+    seed: int,
+) -> tuple[dict[str, Any], str]:
+    """Rank and accuracy at every checkpoint, how they correlate, and the same as a table."""
+    from anechoic.evals.dynamics import dynamics
+    from anechoic.report.tables import text_table
+
+    found = dynamics(runs, train=train, test=test, seed=seed, pooling=pooling, device=device)
+    if figures is not None:
+        from anechoic.report.figures import draw_dynamics
+
+        draw_dynamics(found, figures / "dynamics")
+    keys = ("run", "alpha_min", "seen", "accuracy", "entropy_rows", "rank_rows", "rank_columns")
+    text = text_table(keys, [[point[key] for key in keys] for point in found["points"]])
+    if not found["correlations"]:
+        return found, text + "\nNo checkpoint is common to all runs, so there is no correlation."
+    columns = ("seen", "runs", "r_rows", "low_rows", "high_rows", "r_columns")
+    table = text_table(columns, [[row[key] for key in columns] for row in found["correlations"]])
+    return found, f"{text}\n\n{table}"
+
+
+# ---- what the verbs share
+
+
+def the_encoder(run: str | None, model: str | None, image_size: int | None) -> Encoder:
+    from anechoic.evals.encoders import open_encoder
+
+    if (run is None) == (model is None):
+        raise UserError("Name one encoder: a run directory, or --model timm:NAME or hf:FOLDER.")
+    return open_encoder(str(run or model), image_size=image_size)
+
+
+def encoder_and_data(run: str, data: str | None, model: str | None, image_size: int | None) -> tuple[Encoder, str]:
+    """With --model the only positional argument is the data."""
+    if model is None:
+        if data is None:
+            raise UserError("Data is missing: name the images after the run.")
+        return the_encoder(run, None, image_size), data
+    if data is not None:
+        raise UserError("Name one encoder: a run directory, or --model timm:NAME or hf:FOLDER, not both.")
+    return the_encoder(None, model, image_size), run
+
+
+def open_parts(encoder: Encoder, train: str | None, test: str | None, holdout: float, seed: int) -> Labelled:
+    from anechoic.evals.labelled import open_labelled
+
+    return open_labelled(train, test, holdout=holdout, seed=seed, channels=encoder.channels)
+
+
+def compared(encoder: Encoder, labelled: Labelled, spec: EvalSpec, *, baselines: bool, device: str) -> Evaluation:
+    """The encoder as asked for, then the output of each baseline; rows carry the name."""
+    from anechoic.evals.encoders import baselines as baselines_of
+    from anechoic.evals.evaluator import evaluate_all
+
+    others = baselines_of(encoder, seed=spec.seed) if baselines else []
+    of_output = [
+        (other, replace(spec, layers=(-1,), poolings=usable_poolings(other, spec.poolings))) for other in others
+    ]
+    return evaluate_all([(encoder, spec), *of_output], labelled, device=device)
+
+
+def usable_poolings(encoder: Encoder, asked: tuple[Pooling, ...]) -> tuple[Pooling, ...]:
+    """Those of a baseline that were asked for; it may lack a class token."""
+    return tuple(pooling for pooling in asked if pooling in encoder.poolings)
+
+
+def neighbours(asked: tuple[int, ...], samples: int) -> tuple[int, ...]:
+    """As asked for, if there are as many; else the usual ones that there are."""
+    from anechoic.evals.knn import KS
+
+    if asked and max(asked) > samples:
+        raise UserError(f"k = {max(asked)} is more than the {samples} train samples; choose smaller --k.")
+    return asked or tuple(k for k in KS if k <= samples) or (samples,)
+
+
+def names_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: row[name] for name in ("encoder", "layer", "pooling")}
+
+
+def without(row: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in names}
+
+
+def sizes(counts: Mapping[str, int]) -> str:
+    return "{train_samples} train and {test_samples} test samples of {classes} classes.".format(**counts)
+
+
+def listed(skipped: tuple[tuple[str, str], ...]) -> list[dict[str, str]]:
+    return [{"name": name, "reason": reason} for name, reason in skipped]
+
+
+def skipped_text(skipped: list[dict[str, str]]) -> str:
+    if not skipped:
+        return ""
+    first = skipped[0]
+    return f"\n{len(skipped)} images could not be read; the first is {first['name']} ({first['reason']})."
+
+
+def outcome(config: dict, metrics: dict, text: str, started: float, seed: int | None = None) -> Outcome:
+    return Outcome(config=config, metrics=metrics, seed=seed, seconds=time.perf_counter() - started, text=text)

@@ -1,0 +1,46 @@
+"""Samples in memory as the loader hands them out: read once, passed over many times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from anechoic.data.augment import Augment
+from anechoic.data.loader import Loader
+from anechoic.data.source import Source, digest
+from anechoic.rng import Draws
+
+
+class Prepared(Source):
+    """images (n, C, H, W), cropped and resized already or no pixels at all; ids (n,) in the source they came from."""
+
+    resident = True
+
+    def __init__(self, images: Tensor, ids: Tensor, source: Source) -> None:
+        super().__init__()
+        self.images, self.ids = images, ids
+        self.labels = None if source.labels is None else source.labels[ids.numpy()]
+        self.classes, self.channels, self.transform = source.classes, images.shape[1], as_they_are
+        self.fingerprint = digest("prepared", source.fingerprint, ids.numpy(), images.shape[-1])
+
+    @classmethod
+    def of(cls, source: Source, *, image_size: int, seed: int) -> Prepared:
+        """Every readable image of a source, its centre crop; seed: for latents, which are drawn."""
+        loader = Loader(source, image_size=image_size, batch_size=256, seed=seed, augment=Augment(kind="centre"))
+        batches = list(loader)
+        return cls(torch.cat([b.images for b in batches]), torch.cat([b.ids for b in batches]), source)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def name(self, index: int) -> str:
+        return str(int(self.ids[index]))
+
+    def read(self, index: int, *, min_side: int | None = None) -> Tensor:
+        return self.images[index]
+
+
+def as_they_are(images: Sequence[Tensor], *, image_size: int, draws: Draws) -> Tensor:
+    return torch.stack(list(images))

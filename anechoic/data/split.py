@@ -1,0 +1,26 @@
+"""The one way in which samples are held out: a choice that is a function of the seed and the samples' numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from anechoic.errors import UserError
+from anechoic.rng import Draws
+
+
+def hold_out(size: int, count: int, *, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """(kept, held-out) indices of `size` samples, each in order; `count` of them are held out."""
+    draws = Draws(seed, torch.arange(size), torch.zeros(size, dtype=torch.int64))
+    order = draws.words("holdout", 1)[:, 0].argsort(stable=True).numpy()
+    return np.sort(order[count:]), np.sort(order[:count])
+
+
+def hold_out_share(size: int, share: float, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """(train, test) indices of `size` samples, the given share of them for testing."""
+    if not 0 < share < 1:
+        raise UserError(f"--holdout is the share of the data to test on, between 0 and 1, not {share}.")
+    count = round(share * size)
+    if not 0 < count < size:
+        raise UserError(f"{size} samples cannot be split with a holdout of {share}; give more data or --test.")
+    return hold_out(size, count, seed=seed)

@@ -1,0 +1,216 @@
+"""The evaluator: one pass, labels that follow the images, metrics by name, and the same numbers for everybody."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import anechoic
+from anechoic.data import open_source
+from anechoic.errors import UserError
+from anechoic.evals import evaluator as evaluator_room
+from anechoic.evals.encoders import Encoder, baselines
+from anechoic.evals.evaluator import METRICS, EvalSpec, Evaluator, Metric
+from anechoic.evals.knn import knn_accuracy
+from anechoic.evals.labelled import open_labelled
+from anechoic.models import build_model
+from anechoic.models.packed import in_groups
+from anechoic.models.preprocess import Preprocess
+from anechoic.paper.evaluation import evaluate_encoder
+from anechoic.paper.trial import EvalPlan
+from anechoic.runtime.checkpoint import model_card, write_model
+
+SMALL = {"image_size": 8, "patch_size": 2, "in_channels": 1, "dim": 24, "depth": 2, "num_heads": 2}
+DECODER = {"decoder_dim": 16, "decoder_depth": 1, "decoder_num_heads": 2}
+GREY = Preprocess((0.5,), (0.5,), 8, 1)
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    torch.manual_seed(0)
+    return Encoder("tiny", build_model("vit_tiny_patch4", **SMALL).eval(), GREY)
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return open_labelled("digits:train", "digits:test", channels=1)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    torch.manual_seed(0)
+    model = build_model("mae_tiny_patch4", **SMALL, **DECODER)
+    return write_model(tmp_path_factory.mktemp("models") / "model", model.state_dict(), model_card(model, GREY))
+
+
+@pytest.fixture
+def brightness(tmp_path):
+    """Sixty grey images in two folders; brightness says the class perfectly. One of the first class is unreadable."""
+    for i in range(60):
+        folder = tmp_path / "data" / ("dark" if i < 30 else "light")
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = np.full((8, 8), 20 + i if i < 30 else 150 + i, dtype=np.uint8)
+        pixels[:4] //= 1 if i < 30 else 4  # another direction, since a cosine does not see brightness alone
+        Image.fromarray(pixels).save(folder / f"{i:02d}.png")
+    (tmp_path / "data" / "dark" / "03.png").write_bytes(b"no image")
+    return tmp_path / "data"
+
+
+def test_knn_is_that_of_the_features(encoder, digits):
+    spec = EvalSpec(("knn",), layers=(1, -1), poolings=("mean",), neighbours=(5, 20), fitted=300, tested=100)
+    subject = Evaluator(spec, cached=False).extract(encoder, digits)
+    found = Evaluator(spec).measure(subject)
+    assert [(row["layer"], row["pooling"]) for row in found.rows] == [(1, "mean"), (3, "mean")]  # the norm is a layer
+    part = subject.labelled
+    for row in found.rows:
+        key = (row["layer"], "mean")
+        expected = knn_accuracy(
+            subject.train.sets[key], part.train_labels, subject.test.sets[key], part.test_labels, ks=(5, 20)
+        )
+        assert row["knn_by_k"] == expected
+        assert row["knn"] == expected[5]
+    assert found.counts == {"train_samples": 300, "test_samples": 100, "classes": 10}
+
+
+def test_cached_and_in_memory_features_are_the_same(encoder, digits):
+    spec = EvalSpec(("rank", "norm", "echo"), layers="all", tested=80, fitted=80)
+    kept = Evaluator(spec, cached=True).run(encoder, digits)
+    assert kept.rows == Evaluator(spec, cached=False).run(encoder, digits).rows
+    assert kept.rows == Evaluator(spec, cached=True).run(encoder, digits).rows
+
+
+def test_labels_follow_the_images_past_an_unreadable_one(brightness):
+    pixels = baselines(Encoder("tiny", build_model("vit_tiny_patch4", **SMALL), GREY))[0]
+    assert pixels.name == "raw pixels"
+    labelled = open_labelled(str(brightness), str(brightness), channels=1)
+    for cached in (False, True, True):
+        found = Evaluator(EvalSpec(("knn", "probe"), neighbours=(1,)), cached=cached).run(pixels, labelled)
+        assert found.rows[0]["knn"] == 1.0
+        assert found.rows[0]["probe"] == 1.0
+        assert found.counts["test_samples"] == 59
+        assert [name for name, _ in found.skipped] == ["dark/03.png"]
+
+
+def test_a_trial_survives_an_unreadable_image(model_dir, brightness):
+    plan = EvalPlan(str(brightness), str(brightness), neighbours=1)
+    metrics = evaluate_encoder(model_dir, plan, seed=0)
+    assert metrics["knn_mean"] == 100.0
+    assert len(metrics["layers"]["mean"]["knn"]) == 3
+
+
+def test_a_metric_is_one_function_and_one_row(encoder, digits, monkeypatch):
+    """Added to the table it is measured wherever a spec names it."""
+    import sys
+    import types
+
+    module = types.ModuleType("my_metric")
+    module.mean_metric = lambda subject: {key: {"mean": float(x.mean())} for key, x in subject.sets.items()}
+    monkeypatch.setitem(sys.modules, "my_metric", module)
+    monkeypatch.setitem(evaluator_room.METRICS, "mean", Metric("my_metric:mean_metric"))
+    found = Evaluator(EvalSpec(("knn", "mean"), fitted=50, tested=20)).run(encoder, digits)
+    assert all({"knn", "mean"} <= row.keys() for row in found.rows)
+
+
+def test_every_metric_runs(encoder, digits):
+    names = tuple(name for name in METRICS if name != "accuracy")
+    found = Evaluator(EvalSpec(names, layers="all", fitted=200, tested=60)).run(encoder, digits)
+    assert len(found.rows) == 4 * 3
+    assert {"token_norm", "gain", "branch_ratio"} <= found.network.keys()
+
+
+def test_unknown_metrics_are_refused_with_the_nearest():
+    with pytest.raises(UserError, match="did you mean probe"):
+        EvalSpec(("prob",))
+
+
+def test_noise_is_for_denoisers(encoder, digits):
+    with pytest.raises(UserError, match="no diffusion model"):
+        Evaluator(EvalSpec(("knn",), noise=(0.1,))).run(encoder, digits)
+
+
+@pytest.mark.parametrize("protocol", ["logistic", "in100"])
+def test_a_denoiser_is_probed_by_the_protocol_of_its_plan(protocol, tmp_path, monkeypatch):
+    """The plan's protocol reaches the probe; both give a number, and another one."""
+    from anechoic.evals import probe_protocols
+    from anechoic.paper.evaluation import probe_denoiser
+
+    called = []
+    for name in ("logistic_rows", "in100_rows"):
+        rows = getattr(probe_protocols, name)
+        monkeypatch.setattr(
+            probe_protocols, name, lambda *args, name=name, rows=rows: called.append(name) or rows(*args)
+        )
+    torch.manual_seed(0)
+    options = {"image_size": 8, "patch_size": 2, "in_channels": 1, "dim": 24, "depth": 2, "num_heads": 2}
+    model = build_model("uvit_small", **options)
+    run = write_model(tmp_path / "model", model.state_dict(), model_card(model, GREY))
+    plan = EvalPlan("digits:train", "digits:test", fitted=60, tested=30, noise=(0.1,), protocol=protocol)
+    monkeypatch.setattr(probe_protocols, "SELECTION", 0.2)
+    metrics = probe_denoiser(run, plan, seed=0)
+    assert set(called) == {f"{protocol}_rows"}
+    assert 0 <= metrics["probe"] <= 100
+    assert len(metrics["held_out"]) == len(metrics["entropy"])
+
+
+def test_latents_need_real_images_before_they_are_trained_on(tmp_path):
+    from anechoic.config import Config, DataConfig
+    from anechoic.data.latents import CARD
+    from anechoic.paper.trial import Trial, check_plan
+
+    (tmp_path / CARD).write_text("{}")
+    trial = Trial("a", "a", Config(data=DataConfig(str(tmp_path))), EvalPlan(samples=4))
+    with pytest.raises(UserError, match="compared with real ones"):
+        check_plan(trial)
+    check_plan(replace(trial, evaluation=replace(trial.evaluation, real="digits:train")))
+
+
+# ---- receipts
+
+
+def test_a_receipt_reruns(model_dir):
+    """Every argument is in the JSON, so the same verb with it gives the same numbers."""
+    first = anechoic.knn(str(model_dir), train="digits:train", test="digits:test", layers=(1,), pooling=("mean",))
+    config = json.loads(json.dumps(first.to_json()["config"]))
+    assert {"k", "layers", "pooling", "image_size", "temperature", "holdout", "device", "baselines"} <= config.keys()
+    again = anechoic.knn(
+        config.pop("run"), **{name: tuple(v) if isinstance(v, list) else v for name, v in config.items()}
+    )
+    assert again.metrics == first.metrics
+
+
+def test_defaults_of_knn_adapt_to_few_samples(model_dir, brightness):
+    found = anechoic.knn(str(model_dir), train=str(brightness), baselines=False)
+    assert list(found.metrics["rows"][0]["accuracy"]) == ["10", "20"]
+    assert found.metrics["skipped"][0]["name"] == "dark/03.png"
+
+
+# ---- threads
+
+
+def test_whoever_takes_features_has_all_threads():
+    torch.set_num_threads(2)
+    try:
+        stream = in_groups(lambda images: {"x": images}, (torch.zeros(4, 1) for _ in range(3)), tokens=1)
+        for _ in stream:
+            assert torch.get_num_threads() == 2
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_the_source_is_read_once_for_every_metric(encoder, monkeypatch):
+    """One pass over the images serves all layers, poolings and metrics of features."""
+    labelled = open_labelled("digits:test", "digits:test", channels=1)
+    passes = []
+    original = type(open_source("digits:test", channels=1)).read_many
+    monkeypatch.setattr(
+        type(labelled.test), "read_many", lambda self, ids, **kw: passes.append(len(ids)) or original(self, ids, **kw)
+    )
+    spec = EvalSpec(("knn", "rank", "norm", "echo"), layers="all")
+    Evaluator(spec, cached=False).run(encoder, labelled)
+    assert sum(passes) == len(labelled.train) + len(labelled.test)
