@@ -1,4 +1,4 @@
-"""anechoic: generative representation learners whose identity shortcuts fade with depth."""
+"""anechoic: generative representation learners whose identity shortcuts decay with depth."""
 
 from __future__ import annotations
 

@@ -14,9 +14,12 @@ import tyro
 from anechoic import __version__
 from anechoic.api import VERBS, verb
 from anechoic.errors import UserError, nearest_name
+from anechoic.runtime.children import end_with_whoever_started_me
+from anechoic.runtime.signals import InterruptedRun, leave
 
 USER_MISTAKE = 2
 READER_GONE = 128 + 13  # as a shell reports a process that SIGPIPE ended
+INTERRUPTED = 128 + 2  # and one that Ctrl-C ended
 
 
 def summary(name: str) -> str:
@@ -30,7 +33,7 @@ def overview() -> str:
         [
             "usage: anechoic VERB ... [--json]",
             "",
-            "Generative representation learners whose identity shortcuts fade with depth.",
+            "Generative representation learners whose identity shortcuts decay with depth.",
             "",
             *rows,
             "",
@@ -65,6 +68,7 @@ def show(outcome: object, *, as_json: bool) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    end_with_whoever_started_me()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(overview())
@@ -86,6 +90,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader, such as `head`, has seen enough; nothing more can be written, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_GONE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except InterruptedRun as stopped:
+        if argv is None:  # this is the whole program
+            leave(128 + stopped.signal_number)
+        raise
     return 0
 
 

@@ -251,6 +251,7 @@ def tiny(name: str, **options: Any) -> Any:
 
 def make_models(folder: Path) -> None:
     from anechoic.models import build_model
+    from anechoic.models.preprocess import Preprocess
     from anechoic.runtime.checkpoint import model_card, write_model
 
     decoder = {"decoder_dim": 16, "decoder_depth": 2, "decoder_num_heads": 2}
@@ -262,8 +263,12 @@ def make_models(folder: Path) -> None:
         "resnet": build_model("resnet18", image_size=16, width=4, num_classes=3),
     }
     for name, model in models.items():
-        preprocess = {"mean": [0.5] * 3, "std": [0.5] * 3, "image_size": 16, "channels": 3}
+        preprocess = Preprocess((0.5,) * 3, (0.5,) * 3, 16, 3)
         write_model(folder / name, model.state_dict(), model_card(model, preprocess))
+        # Whoever makes a file to harm leaves out the checksum, so what is behind it must hold too.
+        card = json.loads((folder / name / "config.json").read_text())
+        del card["weights_sha256"]
+        (folder / name / "config.json").write_text(json.dumps(card))
 
 
 def enter_model(path: Path) -> str:

@@ -99,7 +99,6 @@ def test_leftovers_of_a_killed_save_are_no_checkpoints(tmp_path):
     assert checkpoint.checkpoints(tmp_path) == [path]
     write(tmp_path, seen=128)
     assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["000000000064", "000000000128"]
-    assert not (tmp_path / ".new-000000000128").exists()
 
 
 @pytest.mark.parametrize(
@@ -108,10 +107,86 @@ def test_leftovers_of_a_killed_save_are_no_checkpoints(tmp_path):
 )
 def test_pruning(tmp_path, keep_last, keep_every, kept):
     for seen in (16, 32, 48, 64, 80):
-        (tmp_path / f"{seen:012d}").mkdir()
+        write_small(tmp_path, seen)
     checkpoint.prune(tmp_path, keep_last=keep_last, keep_every=keep_every, spacing=16)
     assert [int(path.name) for path in checkpoint.checkpoints(tmp_path)] == kept
     assert len(list(tmp_path.iterdir())) == len(kept)
+
+
+def test_pruning_does_not_count_damaged_checkpoints(tmp_path):
+    """The good one is older than two damaged ones: it is all there is to go on from, until the run has saved twice."""
+    for seen in (16, 32, 48):
+        write_small(tmp_path, seen)
+    for seen in (32, 48):
+        flip_a_byte(tmp_path / f"{seen:012d}" / "model.safetensors")
+    write_small(tmp_path, 64)
+    checkpoint.prune(tmp_path, keep_last=2)
+    assert [int(path.name) for path in checkpoint.checkpoints(tmp_path)] == [16, 32, 48, 64]
+    write_small(tmp_path, 80)
+    checkpoint.prune(tmp_path, keep_last=2)
+    assert [int(path.name) for path in checkpoint.checkpoints(tmp_path)] == [64, 80]
+
+
+def write_small(folder, seen):
+    return checkpoint.save(folder, seen=seen, tensors={"model": {"w": torch.zeros(4)}}, card={}, state={"sums": {}})
+
+
+def edited(**changes):
+    """state.json with fields replaced (None: taken out), its checksum left as it was."""
+
+    def damage(path):
+        state = json.loads((path / "state.json").read_text())
+        state.update(changes)
+        kept = {name: value for name, value in state.items() if value is not None}
+        (path / "state.json").write_text(json.dumps(kept))
+
+    return damage
+
+
+def flipped_without_checksums(path):
+    """What was accepted once: a flipped tensor file, and nothing that says what it should be."""
+    flip_a_byte(path / "model.safetensors")
+    edited(checksums={})(path)
+
+
+def of_another_point(path):
+    """A good checkpoint under a name that is not its own."""
+    shutil.rmtree(path)
+    shutil.copytree(path.with_name(f"{64:012d}"), path)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        edited(seen=32),
+        edited(seen="128"),
+        edited(seen=None),
+        edited(sums={"loss": 5.0}),
+        edited(sums=None),
+        edited(checksums={}),
+        edited(checksums=None),
+        edited(checksum=None),
+        edited(extra=1),
+        flipped_without_checksums,
+        of_another_point,
+        lambda path: (path / "ema.safetensors").write_bytes((path / "model.safetensors").read_bytes()),
+        lambda path: (path / "state.json").write_bytes(b"\xff\xfe"),
+        lambda path: (path / "state.json").write_text("[" * 100_000),
+    ],
+)
+def test_an_edited_state_is_damage(tmp_path, damage, caplog):
+    good = write(tmp_path, seen=64)
+    damage(write(tmp_path, seen=128))
+    assert checkpoint.latest(tmp_path)[0] == good
+    assert "is damaged" in caplog.text
+
+
+def test_a_flipped_model_directory_is_refused(tmp_path):
+    write(tmp_path / "checkpoints", seen=64)
+    folder = checkpoint.export_weights(tmp_path)
+    flip_a_byte(folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"are damaged, model\.safetensors is not the file"):
+        anechoic.load(folder)
 
 
 REFUSED = """

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
-from anechoic.data import BadImage, Scenes, Source, Subset, open_source
+from anechoic.data import BadImage, Loader, Scenes, Source, Subset, open_source
 from anechoic.data import cache as caching
 from anechoic.data.cache import Stored, cache_dir, stored
 from anechoic.errors import UserError
@@ -144,6 +147,99 @@ def test_without_a_writable_cache_images_are_decoded_each_time(
         assert stored(source, min_side=16) is source
 
 
+def change_quietly(path: Path) -> None:
+    """Other content of the same size at the same time, as a restored backup or a failing disk gives."""
+    before = path.stat()
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 255
+    path.write_bytes(bytes(data))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["pixels kept", "pixels read from their files"])
+def test_content_changed_at_equal_size_and_time_is_noticed(
+    folder: Path, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(caching, "LIMIT_BYTES", 1 << 30 if kept else 0)
+    source = open_source(folder)
+    for index in range(30):
+        source.read(index)
+    stored(source, min_side=16)
+    change_quietly(folder / "06.png")
+    again = open_source(folder)
+    assert again.fingerprint == source.fingerprint
+    with pytest.raises(UserError, match=r"The content of '06.png' has changed .*\(touch\)"):
+        stored(again, min_side=16).read(6)
+    os.utime(folder / "06.png")
+    assert open_source(folder).fingerprint != source.fingerprint
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_changed_content_ends_a_loader_with_one_sentence(
+    folder: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(caching, "LIMIT_BYTES", 0)
+    list(Loader(open_source(folder), image_size=8, batch_size=10))
+    change_quietly(folder / "12.png")
+    with pytest.raises(UserError, match=r"^The content of '12.png' has changed [^\n]*$"):
+        list(Loader(open_source(folder), image_size=8, batch_size=10, workers=workers))
+
+
+HOLD = """
+import sys, time
+from filelock import FileLock
+with FileLock(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_lock_that_is_never_given_back_costs_the_cache_only(
+    folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its holder was stopped, say; it does not get on, so nobody waits for it longer than the limit."""
+    source = open_source(folder)
+    kept = stored(source, min_side=16)
+    assert isinstance(kept, Stored)
+    monkeypatch.setattr(caching, "PATIENCE", 0.3)
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, f"{kept._folder}.lock"], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.warns(RuntimeWarning, match=r"has not got on for 0.3 s"):
+            assert stored(source, min_side=16) is source
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()
+
+
+SLOW = """
+import signal, sys, time
+from anechoic.data import cache, open_source
+from anechoic.data.files import Files
+from anechoic.runtime.signals import catch_signals
+read = Files.data
+Files.data = lambda self, index: (time.sleep(0.4), print("read", flush=True), read(self, index))[-1]
+with catch_signals():
+    cache.stored(open_source(sys.argv[1]), min_side=16)
+"""
+
+
+def test_a_signal_while_images_are_decoded_ends_it(folder: Path, own_cache: Path) -> None:
+    """Thirty images of 0.4 s each: it does not wait for them, and leaves nothing half made."""
+    process = subprocess.Popen([sys.executable, "-c", SLOW, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for _ in range(33):  # those of the sample, and the first of the pass
+        assert process.stdout.readline() == "read\n"
+    started = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 128 + signal.SIGINT
+    assert time.monotonic() - started < 8
+    process.stdout.close()
+    assert not [path for path in (own_cache / "pixels").iterdir() if path.is_dir()]
+
+
 def test_a_full_disk_costs_the_cache_and_nothing_else(
     folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +262,7 @@ def test_sets_beyond_the_limit_are_read_from_their_files(
     monkeypatch.setattr(caching, "LIMIT_BYTES", 1000)
     source = open_source(folder)
     assert stored(source, min_side=16) is source
-    assert not own_cache.exists()
+    assert not (own_cache / "pixels").exists()
 
 
 def test_unreadable_images_are_remembered_with_their_reasons(folder: Path) -> None:

@@ -1,5 +1,7 @@
 """Two processes with half the batch each are one process with the whole batch."""
 
+import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -7,11 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 from test_engine import BATCH, tiny_config, train_records
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from anechoic.data import Augment, Loader, Subset, open_source
 from anechoic.errors import UserError
 from anechoic.runtime.distributed import (
+    RankFailedError,
     World,
     average_gradients,
     from_first,
@@ -133,9 +135,23 @@ def test_a_mistake_found_by_the_first_process_is_one_sentence():
 
 
 def test_a_crash_of_one_process_ends_all():
-    """The other one waits for it in vain, and is ended."""
-    with pytest.raises(ChildFailedError):
+    """The other one waits for it in vain, and is ended; the traceback is the defect's, once."""
+    with pytest.raises(RankFailedError, match="a defect in one process") as error:
         launch(crash, devices=2)
+    assert str(error.value).count("Traceback") == 1
+
+
+def kill_one():
+    with join() as world:
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        total(world, torch.zeros(1))
+
+
+def test_of_a_killed_process_one_sentence_is_told(capfd):
+    with pytest.raises(UserError, match=r"^Process 1 of the 2 that trained was ended by SIGKILL .*same command again"):
+        launch(kill_one, devices=2)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_one_process_needs_no_group():

@@ -8,6 +8,9 @@ import dataclasses
 import io
 import json
 import math
+import os
+import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -190,9 +193,59 @@ def test_a_cache_that_cannot_be_written_costs_only_time(digits_run, tmp_path, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(feature_cache.Path, "mkdir", refuse)
-        with pytest.warns(UserWarning, match="computed anew"):
+        with pytest.warns(UserWarning, match="held in memory"):
             found = feature_cache.features_of(open_encoder(digits_run), source)
     assert all(np.array_equal(value, expected.sets[key]) for key, value in found.sets.items())
+
+
+def flip_a_byte(path):
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flip_a_byte,
+        lambda path: path.write_bytes(path.read_bytes()[:-7]),
+        lambda path: path.write_bytes(b""),
+        Path.unlink,
+    ],
+    ids=["flipped", "cut", "emptied", "deleted"],
+)
+@pytest.mark.parametrize("name", ["002-mean.npy", "ids.npy", "index.json"])
+def test_damaged_features_are_computed_anew(digits_run, tmp_path, monkeypatch, name, damage):
+    monkeypatch.setenv("ANECHOIC_CACHE", str(tmp_path))
+    source = open_source("digits:test", channels=1)
+    expected = {
+        key: np.array(value) for key, value in feature_cache.features_of(open_encoder(digits_run), source).sets.items()
+    }
+    (file,) = (tmp_path / "features").glob(f"*/{name}")
+    (file.parent / ".new-12345678-pass").mkdir()  # of a process that was killed
+    damage(file)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = feature_cache.features_of(open_encoder(digits_run), source)
+    assert all(np.array_equal(value, expected[key]) for key, value in found.sets.items())
+    assert not list(file.parent.glob(".new-*"))
+    assert not (file.parent / "pass").exists()
+
+
+def test_features_for_which_there_is_no_room_are_held_in_memory(digits_run, tmp_path, monkeypatch):
+    """The room of a table is taken before it is written to, so a full disk is told instead of ending the process."""
+    source = open_source("digits:test", channels=1)
+    expected = feature_cache.features_of(open_encoder(digits_run), source)
+    monkeypatch.setenv("ANECHOIC_CACHE", str(tmp_path))
+
+    def full(descriptor, start, length):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.warns(UserWarning, match="No space left on device.*held in memory"):
+        found = feature_cache.features_of(open_encoder(digits_run), source)
+    assert all(np.array_equal(value, expected.sets[key]) for key, value in found.sets.items())
+    assert not list(tmp_path.rglob("*.npy"))
 
 
 def test_unreadable_images_are_left_out_and_counted(digits_run, tmp_path):

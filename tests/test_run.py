@@ -109,6 +109,86 @@ def test_rewinding_an_empty_run_is_nothing(tmp_path):
         assert read_metrics(tmp_path) == []
 
 
+def test_a_run_without_a_checkpoint_begins_its_metrics_anew(tmp_path):
+    with Run(tmp_path) as run:
+        for record in records(0, 8):
+            run.append(record)
+        run.rewind(None)
+        run.append(*records(0))
+    assert read_metrics(tmp_path) == records(0)
+
+
+@pytest.mark.parametrize("line", [b"nonsense\n", b"[]\n", b'{"kind": "train"}\n', b"\xff\n", b"[" * 100_000 + b"\n"])
+def test_a_damaged_line_is_named(tmp_path, line):
+    with Run(tmp_path) as run:
+        run.append(*records(8))
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes() + line)
+    with pytest.raises(UserError, match=r"Line 2 of .*metrics.jsonl is damaged: restore"):
+        read_metrics(tmp_path)
+
+
+def test_metrics_that_were_changed_are_not_gone_on_with(tmp_path):
+    """A checkpoint knows the records before it, times aside; what comes after it is written again, damaged or not."""
+    with Run(tmp_path) as run:
+        for record in records(8, 16):
+            run.append({**record, "seconds": 0.5})
+        digest = run.metrics_digest
+        run.append(*records(24))
+    path = tmp_path / "metrics.jsonl"
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"0.5", b"0.7") + b"nonsense\n")
+    with Run(tmp_path) as run:
+        run.rewind(16, digest=digest)
+        assert run.metrics_digest == digest
+        assert [record["seen"] for record in read_metrics(tmp_path)] == [8, 16]
+    for damaged in (b"", content.splitlines(keepends=True)[1], content.replace(b": 8", b": 9"), content[:20]):
+        path.write_bytes(damaged)
+        with Run(tmp_path) as run, pytest.raises(UserError, match="is not what this run wrote up to 16 samples"):
+            run.rewind(16, digest=digest)
+        assert path.read_bytes() == damaged
+
+
+def test_leftovers_of_a_killed_process_are_swept(tmp_path):
+    (tmp_path / "checkpoints" / ".new-12345678-000000000064").mkdir(parents=True)
+    (tmp_path / "checkpoints" / ".old-12345678-000000000032").mkdir()
+    (tmp_path / ".new-12345678-config.json").write_text("{")
+    (tmp_path / ".new-12345678-model").mkdir()
+    (tmp_path / "mine.txt").write_text("")
+    with Run(tmp_path):
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", ".owner", "checkpoints", "mine.txt"]
+        assert not list((tmp_path / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_text('{"a"')])
+def test_a_lost_config_comes_back_from_its_copy(tmp_path, damage):
+    with Run(tmp_path) as run:
+        run.start({"a": 1})
+    damage(tmp_path / "config.json")
+    with Run(tmp_path) as run:
+        assert run.read_config() == {"a": 1}
+        run.start({"a": 1})
+    assert read_json(tmp_path / "config.json") == {"a": 1}
+
+
+def test_a_changed_config_is_refused(tmp_path):
+    with Run(tmp_path) as run:
+        run.start({"a": 1})
+        write_json(tmp_path / "config.json", {"a": 2})
+        with pytest.raises(UserError, match=r"is not what the run was started with: put back"):
+            run.read_config()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"\xff", b'{"starts": 5, "checksum": "0"}'])
+def test_a_damaged_environment_is_begun_anew(tmp_path, content, caplog):
+    with Run(tmp_path) as run:
+        run.start({"a": 1})
+        (tmp_path / "env.json").write_bytes(content)
+        run.start({"a": 1})
+    assert "env.json is damaged; a new one is begun" in caplog.text
+    assert len(read_json(tmp_path / "env.json")["starts"]) == 1
+
+
 FULL = """
 import resource, sys
 from anechoic.runtime.run import Run, read_metrics

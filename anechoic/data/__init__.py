@@ -11,13 +11,14 @@ from anechoic.data.archives import open_shard_pattern, open_tar, open_zip
 from anechoic.data.arrays import Array, open_array
 from anechoic.data.augment import Augment
 from anechoic.data.cache import cache_dir
+from anechoic.data.contents import Contents
 from anechoic.data.decoding import Undecodable, decode
 from anechoic.data.embedded import Scenes, open_digits, open_scenes
 from anechoic.data.files import open_folder, open_list, open_paths
 from anechoic.data.loader import Batch, Loader
 from anechoic.data.places import is_url
 from anechoic.data.shards import INDEX, open_indexed, open_remote
-from anechoic.data.source import IMAGE_SUFFIXES, BadImage, Source, Subset, common_labels
+from anechoic.data.source import IMAGE_SUFFIXES, BadImage, EncodedSource, Source, Subset, common_labels
 from anechoic.data.tables import Parquet, open_hub
 from anechoic.errors import UserError, nearest_name
 from anechoic.runtime.untrusted import reason
@@ -63,6 +64,13 @@ def open_source(
     """
     if isinstance(source, Source):
         return source
+    found = _open(source, labels=labels, channels=channels, size=size, seed=seed)
+    if isinstance(found, EncodedSource):
+        found.contents = Contents(cache_dir() / "contents" / found.fingerprint, len(found))
+    return found
+
+
+def _open(source: str | Path, *, labels: bool, channels: int, size: int, seed: int) -> Source:
     text = str(source)
     name, *rest = text.split(":")
     if name == "digits":

@@ -11,10 +11,11 @@ import json
 import os
 import shutil
 import sys
-import tempfile
+import threading
+import time
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -23,18 +24,26 @@ from zipfile import BadZipFile
 
 import numpy as np
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from torch import Tensor
 from tqdm import tqdm
 
-from anechoic.data.source import BadImage, Source, Subset, digest, refuse_too_many
+from anechoic.data.source import BadImage, EncodedSource, Source, Subset, digest, refuse_too_many
 from anechoic.errors import UserError
+from anechoic.runtime.files import flush, sweep_leftovers, write_aside
 
 FORMAT = 1
 # A data set whose decoded pixels exceed this is read from its files every time.
 LIMIT_BYTES = 4 << 30
-SPOT_CHECKS = 64
+# Images looked at before all of them are, and the seconds that may take.
+SPOT_CHECKS, SPOT_SECONDS = 64, 0.5
 CHUNK = 64
+# Images that a thread reads before it looks whether the run was stopped.
+STOP_EVERY = 8
+# Seconds after which a half-written file in the cache cannot be anybody's work any more.
+STALE = 24 * 3600.0
+# Seconds to wait for another process that holds a part of the cache but does not get on.
+PATIENCE = 60.0
 
 
 def cache_dir() -> Path:
@@ -52,9 +61,9 @@ def write_cached(path: Path, arrays: dict[str, np.ndarray]) -> None:
     """Keep arrays in the cache if it can be written to; written aside, then renamed, so no reader sees half a file."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.stem, suffix=".part", delete=False) as file:
+        sweep_leftovers(path.parent, older_than=STALE)
+        with write_aside(path) as temporary, open(temporary, "wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
-        os.replace(file.name, path)
 
 
 def read_cached(path: Path) -> dict[str, np.ndarray] | None:
@@ -124,7 +133,7 @@ def stored(source: Source, *, min_side: int, build: bool = True) -> Source:
         return source
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder}.lock"):
+        with locked(folder.with_suffix(".lock"), working_on=folder.with_suffix(".unfinished")):
             return _open_or_build(source, folder, min_side=min_side)
     except OSError as error:
         warnings.warn(
@@ -134,6 +143,34 @@ def stored(source: Source, *, min_side: int, build: bool = True) -> Source:
             stacklevel=2,
         )
         return source
+
+
+@contextlib.contextmanager
+def locked(file: Path, *, working_on: Path) -> Iterator[None]:
+    """Hold the lock of this part of the cache; OSError if another process has it and does not get on.
+
+    working_on: the folder where the other one writes. While that changes, waiting is worth it.
+    """
+    lock = FileLock(file)
+    while not lock.is_locked:
+        before = _state_of(working_on)
+        try:
+            lock.acquire(timeout=PATIENCE)
+        except Timeout:
+            if _state_of(working_on) == before:
+                raise OSError(f"another process holds {file} and has not got on for {PATIENCE:g} s") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _state_of(folder: Path) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of everything in the folder: another result later means that somebody works there."""
+    with contextlib.suppress(OSError):
+        stats = [(str(path), path.stat()) for path in sorted(folder.rglob("*"))]
+        return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    return []
 
 
 def expected_bytes(source: Source, *, min_side: int) -> int:
@@ -148,7 +185,10 @@ def expected_bytes(source: Source, *, min_side: int) -> int:
 def _open_or_build(source: Source, folder: Path, *, min_side: int) -> Stored:
     if folder.is_dir():
         try:
-            return Stored(source, folder)
+            kept = Stored(source, folder)
+            if isinstance(source, EncodedSource):
+                compare_some(source)
+            return kept
         except UserError:
             raise
         except (ValueError, KeyError, EOFError, FileNotFoundError) as error:
@@ -162,17 +202,30 @@ def _open_or_build(source: Source, folder: Path, *, min_side: int) -> Stored:
     unfinished.mkdir()
     try:
         _write(source, unfinished, min_side=min_side)
+        for file in unfinished.iterdir():
+            flush(file)
         os.rename(unfinished, folder)
+        flush(folder.parent)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return Stored(source, folder, verify=False)
 
 
+def compare_some(source: EncodedSource) -> None:
+    """UserError if an image whose pixels are kept has other bytes now; the same images every time, in no order."""
+    started = time.monotonic()
+    for index in np.random.default_rng(0).permutation(len(source))[:SPOT_CHECKS].tolist():
+        source.compare_content(index)
+        if time.monotonic() - started > SPOT_SECONDS:
+            return
+
+
 def _write(source: Source, folder: Path, *, min_side: int) -> None:
     crc = 0
     starts, shapes, bad = [0], [], {}
-    with open(folder / "pixels.bin", "wb") as file:
-        for index, result in enumerate(_read_all(source, min_side=min_side)):
+    # Closed at once when the run is stopped, so that nobody goes on decoding.
+    with contextlib.closing(_read_all(source, min_side=min_side)) as images, open(folder / "pixels.bin", "wb") as file:
+        for index, result in enumerate(images):
             if isinstance(result, BadImage):
                 bad[index] = (result.name, result.reason)
                 shapes.append((0, 0))
@@ -187,18 +240,27 @@ def _write(source: Source, folder: Path, *, min_side: int) -> None:
     (folder / "index.json").write_text(json.dumps({"format": FORMAT, "crc": crc, "bad": bad}))
 
 
-def _read_all(source: Source, *, min_side: int) -> Iterator[Tensor | BadImage]:
+def _read_all(source: Source, *, min_side: int) -> Generator[Tensor | BadImage]:
     """Every image in order, decoded by as many threads as torch may use: decoders release the interpreter's lock."""
     threads = torch.get_num_threads()
     chunks = [range(start, min(start + CHUNK, len(source))) for start in range(0, len(source), CHUNK)]
 
+    stopped = threading.Event()
+
     def read(chunk: Sequence[int]) -> list[Tensor | BadImage]:
-        return source.read_many(chunk, min_side=min_side)
+        parts = [chunk[k : k + STOP_EVERY] for k in range(0, len(chunk), STOP_EVERY)]
+        return [image for part in parts if not stopped.is_set() for image in source.read_many(part, min_side=min_side)]
 
     progress = tqdm(total=len(source), desc="decoding once", unit=" images", delay=2, leave=False, disable=None)
     with progress, ThreadPoolExecutor(threads) as pool:
-        # A window at a time, so that memory stays small however slowly the disk writes.
-        for first in range(0, len(chunks), 4 * threads):
-            for results in pool.map(read, chunks[first : first + 4 * threads]):
-                yield from results
-                progress.update(len(results))
+        try:
+            # A window at a time, so that memory stays small however slowly the disk writes.
+            for first in range(0, len(chunks), 4 * threads):
+                for results in pool.map(read, chunks[first : first + 4 * threads]):
+                    yield from results
+                    progress.update(len(results))
+        except BaseException:
+            # Whoever stops the run does not wait for images that nobody will use.
+            stopped.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise

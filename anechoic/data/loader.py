@@ -11,6 +11,8 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +56,10 @@ def permutation(count: int, *, seed: int, epoch: int) -> Tensor:
 
 
 class _Batches(Dataset):
-    """Batch number -> (batch or None if nothing in it was readable, unreadable images met); runs in the workers."""
+    """Batch number -> (batch or None if nothing in it was readable, unreadable images met); runs in the workers.
+
+    A user's mistake found there is handed over as such: raised in a worker it would come back wrapped in a traceback.
+    """
 
     def __init__(
         self,
@@ -82,7 +87,13 @@ class _Batches(Dataset):
         self.bad: dict[int, BadImage] = {}
         self._orders: dict[int, Tensor] = {}
 
-    def __getitem__(self, number: int) -> tuple[Batch | None, list[tuple[str, str]]]:
+    def __getitem__(self, number: int) -> tuple[Batch | None, list[tuple[str, str]]] | UserError:
+        try:
+            return self._batch(number)
+        except UserError as mistake:
+            return mistake
+
+    def _batch(self, number: int) -> tuple[Batch | None, list[tuple[str, str]]]:
         known = len(self.bad)
         ids, visits = self.samples(number)
         rows, images = self._read(ids.tolist())
@@ -217,25 +228,45 @@ class Loader:
             sampler=numbers,
             batch_size=None,
             num_workers=self.workers,
-            worker_init_fn=_start_worker,
+            worker_init_fn=partial(_start_worker, parent=os.getpid()),
             collate_fn=_as_is,
         )
-        for batch, bad in loader:
+        for item in loader:
+            if isinstance(item, UserError):
+                raise item
+            batch, bad = item
             if bad:
                 self.source.note_skipped(bad)
             if batch is not None:
                 yield batch
 
 
+@contextmanager
+def naming_killed_workers() -> Iterator[None]:
+    """A worker that was killed is told in one sentence; torch raises it wherever the main thread happens to be."""
+    try:
+        yield
+    except RuntimeError as problem:
+        if "DataLoader worker" not in str(problem):
+            raise
+        raise UserError(
+            "A process that decodes images was ended from outside, as the system does when memory runs out: give the "
+            "same command again, or fewer data.workers."
+        ) from problem
+
+
 def _as_is(item: Any) -> Any:
     return item
 
 
-def _start_worker(worker: int) -> None:
-    """A forked worker inherits the run's signal handlers, but only the run may save and say goodbye."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def _start_worker(worker: int, *, parent: int) -> None:
+    """A forked worker inherits the run's signal handlers, but only the run may save and say goodbye.
+
+    A signal to the whole group must not take the workers from a run that still needs them to end its update.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
 
 
 def _end_with_parent(parent: int) -> None:

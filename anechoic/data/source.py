@@ -5,6 +5,7 @@ The kinds of source live in `files`, `archives`, `tables`, `arrays` and `embedde
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from abc import ABC, abstractmethod
@@ -14,6 +15,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from anechoic.data.contents import Contents
 from anechoic.data.decoding import Undecodable, decode
 from anechoic.errors import UserError
 from anechoic.rng import Draws
@@ -85,6 +87,7 @@ class EncodedSource(Source):
                 f"Image files have 1 to 4 channels, not {channels}; save such images as a .npy array (N, H, W, C)."
             )
         self.channels = channels
+        self.contents: Contents | None = None
 
     @abstractmethod
     def data(self, index: int) -> bytes:
@@ -92,11 +95,20 @@ class EncodedSource(Source):
 
     def read(self, index: int, *, min_side: int | None = None) -> Tensor:
         try:
-            return decode(self.data(index), channels=self.channels, min_side=min_side)
+            data = self.data(index)
+            if self.contents is not None:
+                self.contents.check(index, data, self.name(index))
+            return decode(data, channels=self.channels, min_side=min_side)
         except Undecodable as error:
             raise BadImage(self.name(index), str(error)) from error
         except OSError as error:
             raise BadImage(self.name(index), error.strerror or str(error)) from error
+
+    def compare_content(self, index: int) -> None:
+        """UserError if the image's bytes are known to have been others."""
+        if self.contents is not None:
+            with contextlib.suppress(OSError, Undecodable):  # what cannot be read has no content to compare
+                self.contents.check(index, self.data(index), self.name(index))
 
 
 class Subset(Source):

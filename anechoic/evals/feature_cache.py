@@ -1,20 +1,20 @@
 """The features of a source: what an encoder makes of its images in one pass, in memory or in a cache on disk.
 
-The cache's key is the encoder's weights and preparation and the source's images, so a stale entry cannot be met; files
-are written as features come, so memory does not grow with the number of images. It knows neither labels nor metrics.
+The cache's key is the encoder's weights and preparation and the source's images, so a stale entry cannot be met; a
+checksum tells a damaged one. Files are written as features come, so memory does not grow with the number of images,
+unless the disk refuses: then they are held in memory. It knows neither labels nor metrics.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
-import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,9 +22,22 @@ from torch import Tensor
 from tqdm import tqdm
 
 from anechoic.data import Augment, Loader, Source, cache_dir
+from anechoic.data.cache import locked
 from anechoic.errors import UserError
 from anechoic.evals.encoders import Encoder
-from anechoic.evals.features import Key, Pooling, choose_layers, extract, extract_batches
+from anechoic.evals.features import Key, Pooling, choose_layers, extract_batches
+from anechoic.runtime.files import (
+    read_json,
+    remove,
+    reserve,
+    sealed,
+    sweep_leftovers,
+    unsealed,
+    write_aside,
+    write_json,
+)
+
+IDS, INDEX = "ids.npy", "index.json"
 
 
 @dataclass(frozen=True)
@@ -67,36 +80,23 @@ def features_of(
     pick_device(device)  # a mistake is told even when nothing has to be computed
     chosen = choose_layers(layers, count=len(encoder.widths))
     wanted: list[Key] = [(layer, pooling) for layer in chosen for pooling in usable_poolings(encoder, poolings)]
+    how = {"device": device, "workers": workers, "keep_pixels": keep_pixels}
     if not cached:
-        return in_memory(encoder, source, wanted, device=device)
+        return compute_in_memory(encoder, source, wanted, **how)
     folder = cache_dir() / "features" / f"{encoder.fingerprint}-{source.fingerprint}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        missing = [key for key in wanted if not (folder / file_name(key)).exists()]
-        if missing:
-            compute(encoder, source, missing, folder, device=device, workers=workers, keep_pixels=keep_pixels)
-    except PermissionError as error:
-        warnings.warn(f"Features cannot be kept in {folder} ({error.strerror}); they are computed anew.", stacklevel=2)
-        return in_memory(encoder, source, wanted, device=device)
-    return read(folder, wanted, source)
-
-
-def in_memory(encoder: Encoder, source: Source, wanted: Sequence[Key], *, device: str) -> Features:
-    ids: list[np.ndarray] = []
-    sets = extract(
-        encoder.model,
-        batches(encoder, source, device=device, ids=ids),
-        layers=list(dict.fromkeys(layer for layer, _ in wanted)),
-        poolings=list(dict.fromkeys(pooling for _, pooling in wanted)),
-        forward=encoder.forward,
-    )
-    refuse_nothing(ids)
-    return Features(sets, np.concatenate(ids), tuple(source.skipped))
-
-
-def refuse_nothing(ids: Sequence[np.ndarray]) -> None:
-    if not ids:
-        raise UserError("None of the images could be read, so there are no features; check the data.")
+        with locked(folder / ".lock", working_on=folder):
+            sweep_leftovers(folder)
+            good = intact(folder, [IDS, *map(file_name, wanted)])
+            missing = [key for key in wanted if not {IDS, file_name(key)} <= good]
+            if missing:
+                compute(encoder, source, missing, folder, **how)
+            return read(folder, wanted, source)
+    except OSError as error:
+        reason = error.strerror or error
+        warnings.warn(f"Features cannot be kept in {folder} ({reason}); they are held in memory.", stacklevel=2)
+        return compute_in_memory(encoder, source, wanted, **how)
 
 
 def usable_poolings(encoder: Encoder, poolings: Sequence[Pooling] | None) -> Sequence[Pooling]:
@@ -111,54 +111,104 @@ def file_name(key: Key) -> str:
     return f"{key[0]:03d}-{key[1]}.npy"
 
 
+def intact(folder: Path, names: Sequence[str]) -> set[str]:
+    """Those of the files that are what was written; a warning names one that is there but damaged."""
+    good = set()
+    for name, expected in read_index(folder).items():
+        if name in names and (folder / name).is_file():
+            if file_crc(folder / name) == expected:
+                good.add(name)
+            else:
+                warnings.warn(f"Features in {folder / name} are damaged; they are computed anew.", stacklevel=3)
+    return good
+
+
+def read_index(folder: Path) -> dict[str, int]:
+    """File name -> checksum of everything kept here; nothing if the index is missing or damaged."""
+    try:
+        return unsealed(read_json(folder / INDEX))["files"]
+    except (ValueError, KeyError):  # a UserError is a ValueError
+        return {}
+
+
+def file_crc(path: Path) -> int:
+    value = 0
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 22):
+            value = zlib.crc32(piece, value)
+    return value
+
+
 def read(folder: Path, wanted: Sequence[Key], source: Source) -> Features:
     sets = {key: np.load(folder / file_name(key), mmap_mode="r") for key in wanted}
-    ids = np.load(folder / "ids.npy")
-    # A cached set knows which images are missing, but only a pass over the images knows why.
-    missing = np.setdiff1d(np.arange(len(source)), ids)
+    ids = np.load(folder / IDS)
+    # The cache knows which images are missing, but only a pass over the images knows why.
     known = dict(source.skipped)
-    named = (source.name(int(index)) for index in missing)
-    return Features(sets, ids, tuple((name, known.get(name, "it could not be read")) for name in named))
+    missing = (source.name(int(index)) for index in np.setdiff1d(np.arange(len(source)), ids))
+    return Features(sets, ids, tuple((name, known.get(name, "it could not be read")) for name in missing))
 
 
-def compute(
+def compute(encoder: Encoder, source: Source, wanted: Sequence[Key], folder: Path, **how: Any) -> None:
+    """One pass over the source; files take their names, and are listed, only when they are complete."""
+    with write_aside(folder / "pass", folder=True) as temporary:
+        tables = {key: new_table(temporary / file_name(key), len(source), encoder.widths[key[0]]) for key in wanted}
+        ids = fill(encoder, source, tables, still_here=temporary, **how)
+        for key, table in tables.items():
+            table.flush()
+            if len(ids) < len(source):  # unreadable images were left out
+                np.save(temporary / file_name(key), np.array(table[: len(ids)]))
+        np.save(temporary / IDS, ids)
+    # Nobody reads before the index lists the files, and only the holder of the lock writes.
+    made = {path.name: file_crc(path) for path in (folder / "pass").iterdir()}
+    for name in made:
+        os.replace(folder / "pass" / name, folder / name)
+    remove(folder / "pass")
+    write_json(folder / INDEX, sealed({"files": {**read_index(folder), **made}}))
+
+
+def new_table(path: Path, rows: int, width: int) -> np.memmap:
+    """float32 (rows, width) in a file whose room is taken now: later a full disk could not be told any more."""
+    table = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=(rows, width))
+    with open(path, "r+b") as file:
+        reserve(file.fileno(), path.stat().st_size)
+    return table
+
+
+def compute_in_memory(encoder: Encoder, source: Source, wanted: Sequence[Key], **how: Any) -> Features:
+    tables = {key: np.empty((len(source), encoder.widths[key[0]]), np.float32) for key in wanted}
+    ids = fill(encoder, source, tables, **how)
+    return Features({key: table[: len(ids)] for key, table in tables.items()}, ids, tuple(source.skipped))
+
+
+def fill(
     encoder: Encoder,
     source: Source,
-    wanted: Sequence[Key],
-    folder: Path,
+    tables: Mapping[Key, np.ndarray],
     *,
+    still_here: Path | None = None,
     device: str,
     workers: int,
     keep_pixels: bool,
-) -> None:
-    """One pass over the source; files take their names only when they are complete."""
-    layers = sorted({layer for layer, _ in wanted})
-    poolings = list(dict.fromkeys(pooling for _, pooling in wanted))
-    temporary = Path(tempfile.mkdtemp(dir=folder, prefix=".new-"))
-    try:
-        tables = {
-            key: np.lib.format.open_memmap(
-                temporary / file_name(key), mode="w+", dtype=np.float32, shape=(len(source), encoder.widths[key[0]])
-            )
-            for key in wanted
-        }
-        ids: list[np.ndarray] = []
-        stream = batches(encoder, source, device=device, workers=workers, ids=ids, keep_pixels=keep_pixels)
-        done = 0
-        for found in extract_batches(encoder.model, stream, layers=layers, poolings=poolings, forward=encoder.forward):
-            for key, table in tables.items():
-                table[done : done + len(found[key])] = found[key].numpy(force=True)
-            done += len(found[wanted[0]])
-        refuse_nothing(ids)
-        np.save(temporary / "ids.npy", np.concatenate(ids))
+) -> np.ndarray:
+    """Write features into the first rows of each table; returns the ids of the images that could be read.
+
+    still_here: touched now and then, so that processes that wait for this one see that it gets on.
+    """
+    layers = sorted({layer for layer, _ in tables})
+    poolings = list(dict.fromkeys(pooling for _, pooling in tables))
+    ids: list[np.ndarray] = []
+    stream = batches(encoder, source, device=device, workers=workers, ids=ids, keep_pixels=keep_pixels)
+    done = 0
+    for found in extract_batches(encoder.model, stream, layers=layers, poolings=poolings, forward=encoder.forward):
+        rows = len(next(iter(found.values())))
         for key, table in tables.items():
-            table.flush()
-            if done < len(source):  # unreadable images were left out
-                np.save(temporary / file_name(key), np.array(table[:done]))
-        for path in temporary.iterdir():
-            os.replace(path, folder / path.name)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            table[done : done + rows] = found[key].numpy(force=True)
+        done += rows
+        if still_here is not None:
+            os.utime(still_here)
+    if done == 0:
+        raise UserError("None of the images could be read, so there are no features; check the data.")
+    return np.concatenate(ids)
 
 
 def batches(
@@ -170,7 +220,7 @@ def batches(
     ids: list[np.ndarray] | None = None,
     keep_pixels: bool = True,
 ) -> Iterator[Tensor]:
-    """Normalised images on the device, with the model there too; the ids of each batch are appended to `ids`."""
+    """Prepared images on the device, with the model there too; the ids of each batch are appended to `ids`."""
     where = pick_device(device)
     encoder.model.to(where)
     loader = Loader(

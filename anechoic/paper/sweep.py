@@ -7,12 +7,12 @@ the fastest way to fill a processor with many small runs.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -24,10 +24,11 @@ from typing import Any, TextIO
 from anechoic.config import Config, from_json, settings, to_json
 from anechoic.errors import UserError
 from anechoic.paper.trial import EvalPlan, Trial, clean, finished, last_seen, trial_from_json
+from anechoic.runtime.children import Children
 from anechoic.runtime.run import read_json, write_json
 
 ATTEMPTS = 2
-POLL = 0.5
+POLL = 0.2
 REDRAW = 2.0
 
 
@@ -129,8 +130,12 @@ def sweep(
     table = Table(trials, folders, progress, out or sys.stderr, estimates=estimates(trials, folders))
     attempts: dict[str, int] = {}
     running: list[Job] = []
-    with passing_on_signals(running):
+    with Children() as children:
         while waiting or running:
+            children.check()
+            if children.asked.number:  # those that still run are saving; nothing new is started
+                time.sleep(POLL)
+                continue
             for job in [job for job in running if job.process.poll() is not None]:
                 running.remove(job)
                 conclude(job, folders, progress, attempts, waiting)
@@ -138,7 +143,7 @@ def sweep(
             free = [core for core in cores if core not in {job.core for job in running}]
             for core in free:
                 if waiting:
-                    running.append(start(waiting.pop(0), folders, core, pinned=pinned))
+                    running.append(start(waiting.pop(0), folders, core, children, pinned=pinned))
             table.draw(running)
             time.sleep(POLL)
     table.draw(running, last=True)
@@ -151,7 +156,7 @@ def available_cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def start(trial: Trial, folders: Folders, core: int, *, pinned: bool) -> Job:
+def start(trial: Trial, folders: Folders, core: int, children: Children, *, pinned: bool) -> Job:
     """A process for one trial, pinned to a core where the system can."""
     run_dir = folders.run(trial)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -162,11 +167,12 @@ def start(trial: Trial, folders: Folders, core: int, *, pinned: bool) -> Job:
     arguments = [str(path) for path in (description, run_dir / "run", folders.record(trial), folders.data)]
     environment = {**os.environ, **({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if pinned else {})}
     with open(run_dir / "log.txt", "a") as log:
-        process = subprocess.Popen(
+        process = children.start(
             [sys.executable, "-m", "anechoic.paper.trial", *arguments], stdout=log, stderr=log, env=environment
         )
     if pinned and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(process.pid, {core})
+        with contextlib.suppress(ProcessLookupError):  # it may have failed already
+            os.sched_setaffinity(process.pid, {core})
     return Job(trial, process, core, time.perf_counter())
 
 
@@ -193,27 +199,6 @@ def conclude(job: Job, folders: Folders, progress: Progress, attempts: dict[str,
     progress.failed[trial.name] = (words or [f"exit code {job.process.returncode}"])[0]
     if attempts[trial.name] < ATTEMPTS:
         waiting.append(trial)
-
-
-class passing_on_signals:
-    """While inside, SIGTERM and SIGINT reach every running trial first; each saves and ends, and so does the sweep."""
-
-    def __init__(self, running: list[Job]) -> None:
-        self.running = running
-
-    def __enter__(self) -> None:
-        self.before = {number: signal.signal(number, self.stop) for number in (signal.SIGTERM, signal.SIGINT)}
-
-    def __exit__(self, *problem: object) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def stop(self, number: int, frame: object) -> None:
-        for job in self.running:
-            job.process.send_signal(signal.SIGTERM)
-        for job in self.running:
-            job.process.wait()
-        raise SystemExit(128 + number)
 
 
 # ---- how long it takes

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from anechoic.config import Config, Count, Section, Share, Whole, from_json, from_mapping, to_json
 from anechoic.errors import NotFiniteError, UserError
 from anechoic.outcome import SCHEMA, commit, machine
+from anechoic.runtime.children import end_with_whoever_started_me
 from anechoic.runtime.run import VALIDATION, read_json, read_metrics, write_json
 
 # Sources that are no files, such as digits:train: they are the same on every machine.
@@ -237,6 +238,7 @@ def clean(run_dir: Path) -> None:
 
 def main(arguments: list[str]) -> None:
     """python -m anechoic.paper.trial TRIAL.json RUN_DIR RECORD.json DATA_ROOT: what a sweep starts for each trial."""
+    end_with_whoever_started_me()
     trial_file, run_dir, record_file, root = map(Path, arguments)
     record = run_trial(trial_from_json(read_json(trial_file)), run_dir, root=root)
     record_file.parent.mkdir(parents=True, exist_ok=True)

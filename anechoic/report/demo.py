@@ -5,7 +5,6 @@ It chooses what the evaluator measures and words the result; the page is html.py
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 import time
@@ -27,7 +26,9 @@ from anechoic.recipes import recipe
 from anechoic.report import figures
 from anechoic.report.explanation import images_of, names_of, sampled
 from anechoic.report.tables import percent, text_table
-from anechoic.runtime.run import read_metrics, write_json
+from anechoic.runtime.children import Children
+from anechoic.runtime.files import write_json
+from anechoic.runtime.run import read_metrics
 
 TRAIN, TEST = "digits:train", "digits:test"
 # Name of the run -> its alpha_min.
@@ -75,27 +76,20 @@ def train_arms(out: Path, *, samples: int, seed: int) -> None:
     """Both at once, a process and a core each; a finished arm returns at once and a stopped one goes on."""
     out.mkdir(parents=True, exist_ok=True)
     processes = {}
-    for name, alpha_min in ARMS.items():
-        config = recipe("demo_mae")
-        config = replace(
-            config,
-            shortcut=replace(config.shortcut, alpha_min=alpha_min),
-            optim=replace(config.optim, samples=samples),
-            seed=seed,
-        )
-        write_json(out / f"{name}.json", to_json(config))
-        command = [sys.executable, "-m", "anechoic.train", str(out / f"{name}.json"), str(out / name)]
-        with open(out / f"{name}.log", "w") as log:
-            processes[name] = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
-        follow(out, processes, total=samples * len(processes))
-    except BaseException:
-        for process in processes.values():  # each saves before it ends
-            process.send_signal(signal.SIGTERM)
-        raise
-    finally:
-        for process in processes.values():
-            process.wait()
+    with Children() as children:  # stopped or failed, each saves before it ends
+        for name, alpha_min in ARMS.items():
+            config = recipe("demo_mae")
+            config = replace(
+                config,
+                shortcut=replace(config.shortcut, alpha_min=alpha_min),
+                optim=replace(config.optim, samples=samples),
+                seed=seed,
+            )
+            write_json(out / f"{name}.json", to_json(config))
+            command = [sys.executable, "-m", "anechoic.train", str(out / f"{name}.json"), str(out / name)]
+            with open(out / f"{name}.log", "w") as log:
+                processes[name] = children.start(command, stdout=log, stderr=log)
+        follow(out, processes, children, total=samples * len(processes))
     for name, process in processes.items():
         if process.returncode:
             story = out / f"{name}.log"
@@ -103,13 +97,15 @@ def train_arms(out: Path, *, samples: int, seed: int) -> None:
             raise UserError(f"The {name} autoencoder could not be trained: {last} ({story} has the whole story)")
 
 
-def follow(out: Path, processes: dict[str, subprocess.Popen], *, total: int) -> None:
+def follow(out: Path, processes: dict[str, subprocess.Popen], children: Children, *, total: int) -> None:
     """One bar for both, read from their metrics, until both have ended."""
     with tqdm(total=total, unit="img", unit_scale=True, desc="training both", file=sys.stderr) as bar:
         while any(process.poll() is None for process in processes.values()):
-            time.sleep(0.5)
+            time.sleep(0.2)
+            children.check()
             seen = sum(last_seen(out / name) for name in processes)
             bar.update(seen - bar.n)
+        children.check()
         bar.update(sum(last_seen(out / name) for name in processes) - bar.n)
 
 

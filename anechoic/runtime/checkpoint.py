@@ -1,17 +1,14 @@
 """The tensors of a run on disk: written whole or not at all, checked when read, and loaded as a model again.
 
 A checkpoint is a directory of safetensors files (model, optimizer, and ema if the run averages weights), `config.json`
-(which network this is and how its images are prepared) and `state.json` (progress and the checksum of every file).
-It knows no training loop. Nothing here can run code when it is read.
+(which network this is and how its images are prepared) and `state.json` (progress, the checksum of every file, and its
+own). It knows no training loop. Nothing here can run code when it is read.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,10 +24,22 @@ from anechoic.models import family_of, to_json
 from anechoic.models.layers import check_marks
 from anechoic.models.preprocess import Preprocess
 from anechoic.runtime.card import FORMAT, network_of
-from anechoic.runtime.run import write_json
-from anechoic.runtime.untrusted import read_table, reason
+from anechoic.runtime.files import (
+    checksum,
+    flush,
+    read_object,
+    remove,
+    sealed,
+    unsealed,
+    write_aside,
+    write_json,
+)
+from anechoic.runtime.untrusted import reason
 
 log = logging.getLogger("anechoic")
+
+# In a model directory's config.json: the SHA-256 of model.safetensors.
+WEIGHTS_CHECKSUM = "weights_sha256"
 
 
 class DamagedError(Exception):
@@ -51,26 +60,16 @@ def save(
 ) -> Path:
     """Write the checkpoint `folder/SEEN`. tensors: file name without suffix -> its tensors. OSError if it fails."""
     final = folder / f"{seen:012d}"
-    temporary = folder / f".new-{final.name}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        remove(temporary)
-        temporary.mkdir()
-        for name, values in tensors.items():
-            write_tensors(temporary / f"{name}.safetensors", values)
-        write_json(temporary / "config.json", card)
-        checksums = {file.name: checksum(file) for file in sorted(temporary.iterdir())}
-        write_json(temporary / "state.json", {"seen": seen, **state, "checksums": checksums})
-        flush(temporary)
-        remove(final)  # only a damaged one can be there
-        os.rename(temporary, final)
-        flush(folder)
+        with write_aside(final, folder=True) as temporary:
+            for name, values in tensors.items():
+                write_tensors(temporary / f"{name}.safetensors", values)
+            write_json(temporary / "config.json", card)
+            checksums = {file.name: checksum(file) for file in sorted(temporary.iterdir())}
+            write_json(temporary / "state.json", sealed({"seen": seen, **state, "checksums": checksums}))
     except SafetensorError as problem:
-        shutil.rmtree(temporary, ignore_errors=True)
         raise OSError(str(problem)) from problem
-    except OSError:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
     return final
 
 
@@ -80,36 +79,17 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     flush(path)
 
 
-def flush(path: Path) -> None:
-    """Force a file or a directory's entries onto the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def checksum(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def remove(directory: Path) -> None:
-    """Delete a checkpoint; its name goes first, so that a crash leaves no half of one."""
-    if directory.exists():
-        doomed = directory.with_name(f".old-{directory.name.lstrip('.')}")
-        shutil.rmtree(doomed, ignore_errors=True)
-        os.rename(directory, doomed)
-        shutil.rmtree(doomed)
-
-
 def prune(folder: Path, *, keep_last: int, keep_every: int = 0, spacing: int = 1) -> None:
-    """Delete all but the newest keep_last checkpoints and the first one from each multiple of keep_every on (0: none).
+    """Delete all but the newest keep_last good checkpoints and the first one from each multiple of keep_every on.
 
-    spacing: the samples between two checkpoints.
+    keep_every 0 keeps none of those. spacing: the samples between two checkpoints. A damaged checkpoint does not count
+    as one of the newest, so it never costs a good one.
     """
-    for path in checkpoints(folder)[:-keep_last]:
-        if not (keep_every and int(path.name) >= keep_every and int(path.name) % keep_every < spacing):
+    good = 0
+    for path in reversed(checkpoints(folder)):
+        if good < keep_last:
+            good += is_good(path)
+        elif not (keep_every and int(path.name) >= keep_every and int(path.name) % keep_every < spacing):
             remove(path)
 
 
@@ -118,19 +98,33 @@ def prune(folder: Path, *, keep_last: int, keep_every: int = 0, spacing: int = 1
 
 def checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
-    return sorted(path for path in folder.glob("[0-9]*") if path.is_dir())
+    return sorted(path for path in folder.glob("[0-9]*") if path.is_dir() and path.name.isdecimal())
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """The checkpoint's state, after comparing every file with its checksum."""
+    """The checkpoint's state, after comparing it with its name and its checksum, and every file with its own."""
     try:
-        state = json.loads((path / "state.json").read_text())
+        state = unsealed(json.loads((path / "state.json").read_text()))
+        if state["seen"] != int(path.name):
+            raise DamagedError(f"it is the checkpoint of {state['seen']} samples")
+        present = {file.name for file in path.iterdir()} - {"state.json"}
+        odd = present ^ state["checksums"].keys()
+        if odd:
+            raise DamagedError(f"{min(odd)} is {'not one of its files' if min(odd) in present else 'missing'}")
         for name, expected in state["checksums"].items():
             if checksum(path / name) != expected:
                 raise DamagedError(f"{name} is not what was written")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise DamagedError(str(problem)) from problem
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
+        raise DamagedError(f"state.json: {problem}") from problem
     return state
+
+
+def is_good(path: Path) -> bool:
+    try:
+        verify(path)
+    except DamagedError:
+        return False
+    return True
 
 
 def latest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
@@ -191,22 +185,26 @@ def export_weights(run: str | Path) -> Path:
 
 
 def write_model(path: Path, tensors: Mapping[str, Tensor], card: Mapping[str, Any]) -> Path:
-    """A model directory: model.safetensors and config.json, replaced as a whole."""
-    temporary = path.with_name(f".new-{path.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    write_tensors(temporary / "model.safetensors", tensors)
-    write_json(temporary / "config.json", card)
-    remove(path)
-    os.rename(temporary, path)
+    """A model directory: model.safetensors and config.json with its checksum, replaced as a whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with write_aside(path, folder=True) as temporary:
+        write_tensors(temporary / "model.safetensors", tensors)
+        write_json(temporary / "config.json", {**card, WEIGHTS_CHECKSUM: checksum(temporary / "model.safetensors")})
     return path
 
 
 def _weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The weights to use and the card of a model directory or checkpoint."""
-    averaged = (path / "ema.safetensors").exists()
+    name = "ema" if (path / "ema.safetensors").exists() else "model"
+    card = read_object(path / "config.json")
     try:
-        return read_tensors(path, "ema" if averaged else "model"), read_table(path / "config.json")
+        expected = card.pop(WEIGHTS_CHECKSUM, None)
+        if expected is not None and checksum(path / f"{name}.safetensors") != expected:
+            raise UserError(
+                f"The weights in {path} are damaged, model.safetensors is not the file that config.json was written "
+                "for: restore it, or write it again from a checkpoint."
+            )
+        return read_tensors(path, name), card
     except (OSError, SafetensorError) as problem:
         raise UserError(f"{path} holds no readable weights ({reason(problem)}).") from problem
 

@@ -6,16 +6,23 @@ process alone. It does not know what the processes compute.
 
 from __future__ import annotations
 
+import logging
+import math
+import multiprocessing
 import os
+import pickle
+import shutil
+import signal
 import tempfile
 import threading
 import time
-import uuid
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from multiprocessing import connection
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +30,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anechoic.errors import UserError
+from anechoic.runtime.children import Asked, end_with, noting_signals
+from anechoic.runtime.files import reserve
+from anechoic.runtime.signals import InterruptedRun, leave
+
+log = logging.getLogger("anechoic")
 
 Result = TypeVar("Result")
 
@@ -40,12 +52,8 @@ class World:
         return self.rank == 0
 
 
-class InterruptedRun(SystemExit):
-    """A signal ended the run after it had saved; the exit code is 128 + the signal's number, as shells have it."""
-
-    def __init__(self, signal_number: int) -> None:
-        super().__init__(128 + signal_number)
-        self.signal_number = signal_number
+class RankFailedError(RuntimeError):
+    """A defect in one of the processes; the message holds its traceback."""
 
 
 def accelerators() -> int:
@@ -63,57 +71,151 @@ def under_launcher() -> bool:
 def launch(function: Callable[..., Result], *arguments: Any, devices: int) -> Result:
     """Call function(*arguments) in `devices` processes of this machine and return what the first one returned.
 
-    A UserError in the processes is raised here; a signal to this process is passed on, and they may save and end.
+    A UserError in the processes is raised here. SIGTERM and Ctrl-C are passed on, and the processes may take the time
+    they need to save; a second signal kills them. If one is killed, the others are ended and one sentence says so.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    with tempfile.TemporaryDirectory() as notes:  # where the processes note an exception
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=devices,
-            logs_specs=DefaultLogsSpecs(log_dir=notes),
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            max_restarts=0,
-            monitor_interval=0.2,
-            start_method="spawn",
-        )
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {
+        "WORLD_SIZE": str(devices),
+        "LOCAL_WORLD_SIZE": str(devices),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is here, not in the first process
+    }
+    asked = Asked()
+    with noting_signals(asked):
+        ranks = [_Rank(rank, variables, function, arguments) for rank in range(devices)]
         try:
-            results = elastic_launch(config, _worker)(function, arguments)
-        except SignalException as problem:
-            raise InterruptedRun(problem.sigval) from None
-    kind, value = results[0]
+            _follow(ranks, asked)
+        finally:
+            for rank in ranks:
+                rank.end()
+    kind, value = _outcome(ranks)
+    if kind == "result":
+        return value
     if kind == "user error":
         raise UserError(value)
-    if kind == "interrupted":
-        raise InterruptedRun(value)
-    return value
+    if kind == "interrupted" or asked.number:
+        raise InterruptedRun(asked.number or value)
+    if kind == "killed":
+        raise UserError(killed_sentence(value.number, devices, value.killed_by))
+    raise RankFailedError(value)
 
 
-def _worker(function: Callable[..., Any], arguments: tuple) -> tuple[str, Any]:
-    """Runs in each process; what the caller should hear of travels back as a value, so that no traceback is printed."""
+class _Rank:
+    """One of the processes, seen from its launcher: (kind, value) once it has said how it ended, and when it did."""
+
+    def __init__(self, rank: int, variables: dict[str, str], function: Callable, arguments: tuple) -> None:
+        own = {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        context, method = multiprocessing.get_context("spawn"), multiprocessing.get_start_method()
+        self.number = rank
+        self.ear, mouth = context.Pipe(duplex=False)
+        self.process = context.Process(target=_worker, args=(os.getpid(), method, own, mouth, function, arguments))
+        with ignoring_interrupts():  # the terminal's Ctrl-C is for the launcher, which passes it on
+            self.process.start()
+        mouth.close()
+        self.said: tuple[str, Any] | None = None
+        self.when = math.inf
+        self.killed_by = 0  # the signal that ended it, if it was not the launcher's
+
+    def listen(self) -> None:
+        try:
+            if self.said is None and self.ear.poll():
+                self.when, *said = pickle.loads(self.ear.recv_bytes())
+                self.said = tuple(said)
+        except (EOFError, OSError):
+            pass  # it was killed before it could say anything
+
+    @property
+    def failed(self) -> bool:
+        return (self.said is not None and self.said[0] in ("user error", "defect")) or bool(self.process.exitcode)
+
+    def end(self) -> None:
+        self.killed_by = max(0, -(self.process.exitcode or 0))
+        self.process.kill()
+        self.process.join()
+        self.listen()
+        self.ear.close()
+
+
+def _follow(ranks: list[_Rank], asked: Asked, *, grace: float = 1.0) -> None:
+    """Wait until all have ended, or one has failed and the others had a moment to say why they cannot go on."""
+    passed_on, deadline = 0, math.inf
+    while any(rank.process.is_alive() for rank in ranks) and time.monotonic() < deadline:
+        waiting: list[Any] = [rank.process.sentinel for rank in ranks if rank.process.is_alive()]
+        waiting += [rank.ear for rank in ranks if rank.said is None and rank.process.is_alive()]
+        connection.wait(waiting, timeout=0.2)
+        for rank in ranks:
+            rank.listen()
+        if asked.times > passed_on:
+            first, passed_on = not passed_on, asked.times
+            for rank in ranks:
+                (rank.process.terminate if first else rank.process.kill)()
+        if deadline == math.inf and any(rank.failed for rank in ranks):
+            deadline = time.monotonic() + grace
+
+
+def _outcome(ranks: list[_Rank]) -> tuple[str, Any]:
+    """What to tell the caller: a mistake, else a stop, else who was killed, else the first defect, else the result."""
+    said = [rank.said for rank in sorted(ranks, key=lambda rank: rank.when) if rank.said is not None]
+    killed = [("killed", rank) for rank in ranks if rank.killed_by]
+    for wanted in ("user error", "interrupted", "killed", "defect"):
+        for found in (*said, *killed):
+            if found[0] == wanted:
+                return found
+    return ranks[0].said or ("defect", "The first process ended without a word.")
+
+
+def killed_sentence(rank: int, count: int, number: int) -> str:
+    name = signal.Signals(number).name
+    guess = {
+        signal.SIGKILL: "the system does so when memory runs out",
+        signal.SIGBUS: "shared memory, /dev/shm, is too small",
+    }.get(signal.Signals(number), "a fault in a compiled library, most likely")
+    return (
+        f"Process {rank} of the {count} that trained was ended by {name} ({guess}): give the same "
+        "command again, which goes on from the last checkpoint."
+    )
+
+
+@contextmanager
+def ignoring_interrupts() -> Iterator[None]:
+    """A process started meanwhile ignores Ctrl-C from its first instruction on."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        return "result", function(*arguments)
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _worker(
+    launcher: int,
+    start_method: str,
+    variables: dict[str, str],
+    mouth: Any,
+    function: Callable[..., Any],
+    arguments: tuple,
+) -> None:
+    """Runs in each process; what the caller should hear of travels back as a value, so that no traceback is printed."""
+    end_with(launcher)
+    multiprocessing.set_start_method(start_method, force=True)  # of workers, as in a process that was not spawned
+    os.environ.update(variables)
+
+    def say(kind: str, value: Any) -> NoReturn:
+        mouth.send_bytes(pickle.dumps((time.monotonic(), kind, value)))  # tensors as bytes, too
+        leave(0)
+
+    try:
+        say("result", function(*arguments))
     except UserError as problem:
-        return "user error", str(problem)
+        say("user error", str(problem))
     except InterruptedRun as problem:
-        return "interrupted", problem.signal_number
-
-
-def die_with_parent(*, every: float = 0.2) -> None:
-    """End this process soon after its launcher, however that died: a killed launcher leaves no orphans."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(every)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+        say("interrupted", problem.signal_number)
+    except Exception:  # raised again by the launcher: once, and not by every process that missed its peer
+        say("defect", traceback.format_exc())
 
 
 @contextmanager
@@ -122,14 +224,18 @@ def join() -> Iterator[World]:
     if not under_launcher():
         yield World(0, 1, own_device(0))
         return
-    die_with_parent()
+    if not multiprocessing.parent_process():  # torchrun started it; our own launcher has told it whose child it is
+        end_with(os.getppid())
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = own_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group(dist.get_default_backend_for_device(device), rank=rank, world_size=world_size)
     try:
         yield World(rank, world_size, device)
-    finally:
+    except (UserError, InterruptedRun):
         dist.destroy_process_group()
+        raise
+    # After a defect the group stays: peers that wait are not woken, and so do not complain, before the cause is told.
+    dist.destroy_process_group()
 
 
 def own_device(index: int) -> torch.device:
@@ -160,6 +266,12 @@ def from_first(world: World, function: Callable[[], Result]) -> Result:
     return box[0]
 
 
+def wait_for_all(world: World) -> None:
+    """Return once every process has come here."""
+    if world.size > 1:
+        dist.barrier()
+
+
 def total(world: World, values: Tensor) -> Tensor:
     """The sum over all processes."""
     if world.size > 1:
@@ -172,7 +284,10 @@ def parallel(world: World, module: nn.Module) -> nn.Module:
     if world.size == 1:
         return module
     if world.device.type == "cpu" and on_one_machine():
-        return SharedGradients(world, module)
+        trained = [p for p in module.parameters() if p.requires_grad]
+        memory = shared_memory(world, sum(p.numel() for p in trained) + len(trained))
+        if memory is not None:
+            return SharedGradients(world, module, memory)
     return with_buckets(world, module)
 
 
@@ -210,14 +325,14 @@ class SharedGradients(nn.Module):
     Sums are made in the order of ranks, so every process gets the same bits. All start from the first one's weights.
     """
 
-    def __init__(self, world: World, module: nn.Module) -> None:
+    def __init__(self, world: World, module: nn.Module, memory: Tensor) -> None:
         super().__init__()
         self.module, self.rank = module, world.rank
         self.trained = [p for p in module.parameters() if p.requires_grad]
         # Behind the gradients a flag for each: whether this process had one.
         sizes = [p.numel() for p in self.trained]
         self.length = sum(sizes)
-        self.slots = shared_memory(world, self.length + len(sizes)).view(world.size, -1)
+        self.slots = memory.view(world.size, -1)
         self.own = [
             part.view_as(p)
             for part, p in zip(self.slots[self.rank, : self.length].split(sizes), self.trained, strict=True)
@@ -250,16 +365,33 @@ class SharedGradients(nn.Module):
             parameter.grad = mean if flag else None
 
 
-def shared_memory(world: World, size: int) -> Tensor:
-    """world_size * size zeros that all processes of this machine see; it is freed with the last of them."""
-    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+def shared_memory(world: World, size: int) -> Tensor | None:
+    """world_size * size zeros that all processes of this machine see, freed with the last of them.
 
-    def create() -> str:
-        handle, name = tempfile.mkstemp(dir=folder, prefix="anechoic-")
-        os.close(handle)
+    None, with a warning, if there is no room: containers often have 64 MB, and touching more would end the process.
+    """
+
+    def create() -> str | None:
+        name = ""
+        try:
+            handle, name = tempfile.mkstemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None, prefix="anechoic-")
+            with os.fdopen(handle, "wb") as file:
+                reserve(file.fileno(), 4 * world.size * size)
+        except OSError as problem:
+            if name:
+                os.unlink(name)
+            log.warning(
+                "Shared memory has no room for the gradients, %d MB (%s): they are averaged over the local network, "
+                "which is slower. A larger /dev/shm helps (docker run --shm-size).",
+                4 * world.size * size >> 20,
+                problem.strerror,
+            )
+            return None
         return name
 
     name = from_first(world, create)
+    if name is None:
+        return None
     try:
         memory = torch.from_file(name, shared=True, size=world.size * size)
         dist.barrier()
@@ -267,3 +399,11 @@ def shared_memory(world: World, size: int) -> Tensor:
         if world.is_first:
             os.unlink(name)
     return memory
+
+
+def shared_room() -> float:
+    """Bytes free in /dev/shm, through which workers hand over images; infinite where there is no such world."""
+    try:
+        return shutil.disk_usage("/dev/shm").free
+    except OSError:
+        return math.inf

@@ -1,11 +1,12 @@
 """A run directory: config.json, metrics.jsonl, env.json, results.json, and the lock that keeps a second process out.
 
-Standard library only, so that pages can read a run without torch; tensors are checkpoint.py's.
+env.json carries its own checksum, a copy of the config, and the checksums of the files that end a run, so that
+damage is noticed. No torch here, so that pages can read a run without it; tensors are checkpoint.py's.
 """
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import json
 import logging
 import os
@@ -14,10 +15,25 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
+
+from filelock import FileLock, Timeout
 
 from anechoic.errors import UserError
 from anechoic.outcome import commit, machine
+from anechoic.runtime.files import (
+    checksum,
+    digest_of,
+    flush,
+    read_json,
+    read_object,
+    sealed,
+    sweep_leftovers,
+    unsealed,
+    write_json,
+)
+
+__all__ = ["CLOCK_FIELDS", "Run", "read_json", "read_metrics", "write_json"]
 
 log = logging.getLogger("anechoic")
 
@@ -26,25 +42,9 @@ CLOCK_FIELDS = ("seconds", "images_per_second")
 # The kind of a metrics line measured on held-out samples; runs of earlier versions call it "watch".
 VALIDATION = ("validation", "watch")
 # Seconds to wait for a run directory's lock before it counts as taken.
-PATIENCE = 2.0
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Whole or not at all: a temporary file, flushed to the disk, takes the name."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w") as file:
-        json.dump(value, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as problem:
-        raise UserError(f"{path} cannot be read ({problem}): it is no run or model directory of anechoic.") from problem
+PATIENCE = 5.0
+# What a finished run must still have, unchanged, to be called finished.
+RESULT_FILES = ("results.json", "metrics.jsonl", "model/config.json", "model/model.safetensors")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -55,11 +55,61 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def _records(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     """Each complete record and the length of the file up to its end."""
     length = 0
-    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except FileNotFoundError:
+        return
+    for number, line in enumerate(lines, 1):
         if not line.endswith(b"\n"):
             return
         length += len(line)
-        yield json.loads(line), length
+        yield _record(line, number, path), length
+
+
+def _record(line: bytes, number: int, path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+        if isinstance(record["seen"], int):
+            return record
+    except (ValueError, RecursionError, KeyError, TypeError):
+        pass
+    raise UserError(f"Line {number} of {path} is damaged: restore the file from a copy, or delete that line.")
+
+
+def read_frozen_config(path: Path) -> dict[str, Any] | None:
+    """The frozen config of a run directory, or None if it has no run yet.
+
+    A missing or unreadable config.json is taken from its copy in env.json; one that says something else is refused.
+    """
+    copy = _environment(path).get("config")
+    file = path / "config.json"
+    if not file.exists() and copy is None:
+        if any((path / "checkpoints").glob("[0-9]*")):
+            raise UserError(f"{file} is missing and has no copy in env.json: restore it, or choose another directory.")
+        return None
+    try:
+        config = read_object(file)
+    except UserError:
+        if copy is None:
+            raise
+        return copy
+    if copy is not None and config != copy:
+        raise UserError(
+            f"{file} is not what the run was started with: put back the config that env.json beside it holds, or "
+            "delete config.json to have that done."
+        )
+    return config
+
+
+def _environment(path: Path) -> dict[str, Any]:
+    """env.json, or nothing if it is missing or damaged: no result depends on it."""
+    file = path / "env.json"
+    if not file.exists():
+        return {}
+    try:
+        return unsealed(read_json(file))
+    except ValueError:  # as a UserError is one
+        return {}
 
 
 class Run:
@@ -67,18 +117,31 @@ class Run:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._lock = FileLock(self.path / ".lock", timeout=PATIENCE, poll_interval=0.1, thread_local=False)
+        owner = self.path / ".owner"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.path / ".lock", "a+b")  # noqa: SIM115
+            self._lock.acquire()
+            owner.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        except Timeout:
+            holder = owner.read_text(errors="replace") if owner.exists() else "another process"
+            raise UserError(f"The run directory {path} is in use by {holder}: wait for it or choose another.") from None
         except OSError as problem:
+            self._lock.release()
             raise UserError(f"The run directory {path} cannot be written ({problem}): choose another.") from problem
-        _take(self._lock, self.path)
+        # Nobody else writes here now, so these belong to processes that were killed.
+        for folder in (self.path, self.checkpoints):
+            sweep_leftovers(folder)
         self._pending = b""
         self._skipped = 0
+        self._digests: list[str] = []
         self._length = (self.path / "metrics.jsonl").stat().st_size if (self.path / "metrics.jsonl").exists() else 0
 
     def close(self) -> None:
-        self._lock.close()
+        if self._lock.is_locked:
+            with contextlib.suppress(OSError):  # it is only a note, and the disk may be full or read-only by now
+                (self.path / ".owner").unlink()
+        self._lock.release()
 
     def __enter__(self) -> Run:
         return self
@@ -92,26 +155,37 @@ class Run:
 
     def read_config(self) -> dict[str, Any] | None:
         """The frozen config, or None if this directory has no run yet."""
-        path = self.path / "config.json"
-        return read_json(path) if path.exists() else None
+        return read_frozen_config(self.path)
 
     def start(self, config: dict[str, Any]) -> None:
         """Freeze the config (once) and note when, where and how this process started."""
-        environment = self.path / "env.json"
-        starts = read_json(environment)["starts"] if environment.exists() else []
+        before = _environment(self.path)
+        if not before and (self.path / "env.json").exists():
+            log.warning("%s is damaged; a new one is begun.", self.path / "env.json")
         now = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "host": socket.gethostname(), "command": sys.argv}
         try:
-            if not (self.path / "config.json").exists():
-                write_json(self.path / "config.json", config)
-            write_json(environment, {"machine": machine(), "commit": commit(), "starts": [*starts, now]})
+            frozen = read_frozen_config(self.path) or config
+            if not _readable(self.path / "config.json"):
+                if "config" in before:
+                    log.warning("%s was missing or damaged; it is written again.", self.path / "config.json")
+                write_json(self.path / "config.json", frozen)
+            self._note(starts=[*before.get("starts", []), now], config=frozen)
         except OSError as problem:
             raise UserError(
                 f"The run directory {self.path} cannot be written ({problem}): choose another."
             ) from problem
 
+    def _note(self, **fields: Any) -> None:
+        """env.json with these fields replaced."""
+        environment = {"machine": machine(), "commit": commit(), **_environment(self.path), **fields}
+        write_json(self.path / "env.json", sealed(environment))
+
+    # ---- metrics
+
     def append(self, record: dict[str, Any]) -> None:
         """One more line of metrics.jsonl; if the disk refuses, it waits in memory for the next one."""
         self._pending += json.dumps(record).encode() + b"\n"
+        self._digests.append(_digest(record))
         try:
             self.flush()
         except OSError as problem:
@@ -119,18 +193,46 @@ class Run:
 
     def flush(self) -> None:
         """Write the lines that wait, and force them onto the disk; OSError if it refuses."""
-        with open(self.path / "metrics.jsonl", "ab") as file:
+        path = self.path / "metrics.jsonl"
+        new = not path.exists()
+        with open(path, "ab") as file:
             file.truncate(self._length)  # a write that failed may have left half a line
             file.write(self._pending)
             file.flush()
             os.fsync(file.fileno())
+        if new:
+            flush(self.path)
         self._length += len(self._pending)
         self._pending = b""
 
-    def rewind(self, seen: int) -> None:
-        """Forget the records after `seen`: a run that goes on from a checkpoint writes them again."""
+    @property
+    def metrics_digest(self) -> str:
+        """Of every record so far, times aside: equal for runs that computed the same."""
+        return digest_of(self._digests)
+
+    def rewind(self, seen: int | None, *, digest: str | None = None) -> None:
+        """Forget the records after `seen` (None: all): a run that goes on from a checkpoint writes them again.
+
+        digest: what `metrics_digest` was then. If the records are others, the file was damaged.
+        """
         path = self.path / "metrics.jsonl"
-        self._length = max((length for record, length in _records(path) if record["seen"] <= seen), default=0)
+        kept: list[tuple[dict[str, Any], int]] = []
+        try:
+            for record, length in _records(path) if seen is not None else []:
+                if record["seen"] > seen:
+                    break
+                kept.append((record, length))
+        except UserError:
+            if digest is None or digest_of([_digest(record) for record, _ in kept]) != digest:
+                raise
+            # What is damaged comes after `seen`, and is written again.
+        self._digests = [_digest(record) for record, _ in kept]
+        if digest is not None and self.metrics_digest != digest:
+            raise UserError(
+                f"{path} is not what this run wrote up to {seen} samples: restore it from a copy, or start again in "
+                "another directory."
+            )
+        self._length = kept[-1][1] if kept else 0
         if path.exists():
             os.truncate(path, self._length)
 
@@ -146,31 +248,41 @@ class Run:
             except OSError as problem:
                 log.warning("skipped.json cannot be written now (%s); the run goes on.", problem)
 
+    # ---- the end
+
     def finish(self, results: dict[str, Any]) -> None:
+        """results.json; env.json then knows the checksum of everything that makes a run finished."""
         write_json(self.path / "results.json", results)
+        present = [name for name in RESULT_FILES if (self.path / name).is_file()]
+        self._note(files={name: checksum(self.path / name) for name in present})
 
     @property
     def results(self) -> dict[str, Any] | None:
         """What the run ended with, or None if it has not ended."""
         path = self.path / "results.json"
-        return read_json(path) if path.exists() else None
+        return read_object(path) if path.exists() else None
+
+    def damage(self) -> str | None:
+        """Why a run that has ended is not whole any more; None if it is."""
+        if not _readable(self.path / "results.json"):
+            return "results.json cannot be read"
+        files = _environment(self.path).get("files") or dict.fromkeys(RESULT_FILES)
+        for name, expected in files.items():
+            path = self.path / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if expected is not None and checksum(path) != expected:
+                return f"{name} is not what was written"
+        return None
 
 
-def _take(lock: BinaryIO, path: Path) -> None:
-    """Lock the open file or say who holds it; processes of a launcher that was just killed get a moment to go."""
-    deadline = time.monotonic() + PATIENCE
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() < deadline:
-                time.sleep(0.1)
-                continue
-            lock.seek(0)
-            owner = lock.read().decode() or "another process"
-            lock.close()
-            raise UserError(f"The run directory {path} is in use by {owner}: wait for it or choose another.") from None
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
-    lock.flush()
+def _readable(path: Path) -> bool:
+    try:
+        read_object(path)
+    except UserError:
+        return False
+    return True
+
+
+def _digest(record: dict[str, Any]) -> str:
+    return digest_of({name: value for name, value in record.items() if name not in CLOCK_FIELDS})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import signal
 import sys
 import time
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from anechoic.config import Config, adopt, differences, from_json, resolve, to_json
 from anechoic.data import Augment, Loader, Source, Subset
+from anechoic.data.loader import naming_killed_workers
 from anechoic.data.split import hold_out
 from anechoic.errors import UserError
 from anechoic.models.layers import choose_path, give_draws
@@ -30,7 +32,6 @@ from anechoic.rng import Draws
 from anechoic.runtime import checkpoint
 from anechoic.runtime.determinism import freeze_garbage, reproducible
 from anechoic.runtime.distributed import (
-    InterruptedRun,
     World,
     accelerators,
     average_gradients,
@@ -38,13 +39,15 @@ from anechoic.runtime.distributed import (
     join,
     launch,
     parallel,
+    shared_room,
     total,
     under_launcher,
+    wait_for_all,
     without_averaging,
 )
 from anechoic.runtime.progress import Progress
-from anechoic.runtime.run import Run, read_json, read_metrics
-from anechoic.runtime.signals import Stop, catch_signals
+from anechoic.runtime.run import Run, read_frozen_config, read_metrics
+from anechoic.runtime.signals import InterruptedRun, Stop, catch_signals
 from anechoic.shortcut import Annealing
 from anechoic.train.build import check, describe, make_model, make_optimizer, open_data, preprocess_of
 from anechoic.train.monitor import Samples, make_monitor
@@ -52,6 +55,9 @@ from anechoic.train.objectives import Objective, make_objective
 from anechoic.train.optim import AveragedWeights, gradient_norm, learning_rate, set_learning_rate
 
 log = logging.getLogger("anechoic")
+
+# Bytes of shared memory for the queues through which a process talks to its workers.
+QUEUES = 1 << 20
 
 
 class DivergedError(UserError):
@@ -73,7 +79,8 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
         return launch(partial(fit, verbose=verbose), config, run_dir, devices=devices)
 
     with ExitStack() as stack:
-        stop = stack.enter_context(catch_signals())
+        stack.enter_context(naming_killed_workers())
+        stop = stack.enter_context(catch_signals(one_of_several=under_launcher()))
         world = stack.enter_context(join())
 
         # The first process owns the run directory; all of them open the data and agree on one frozen config.
@@ -82,7 +89,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
         run = opened[0] if opened else None
         source = open_data(config)
         config = from_json(from_first(world, lambda: to_json(resolve_config(config, run, source, world))))
-        results = from_first(world, lambda: run.results if run else None)
+        results = from_first(world, lambda: finished(run, config) if run else None)
         if results is not None:
             return results
         data, optim = config.data, config.optim
@@ -123,11 +130,9 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
             if average is not None:
                 average.load(checkpoint.read_tensors(path, "ema"))
             seen, sums = state["seen"], state["sums"]
-        if run is not None:
-            run.rewind(seen)
-            run.start(to_json(config))
-            if verbose:
-                print(describe(config, model, run_dir, seen=seen), file=sys.stderr, flush=True)
+        from_first(world, lambda: start(run, config, found))
+        if run is not None and verbose:
+            print(describe(config, model, run_dir, seen=seen), file=sys.stderr, flush=True)
         resumed = found is not None
 
         # Data: what is trained on, in an order that is a function of (seed, seen); what is only looked at.
@@ -141,7 +146,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
             shuffle=True,
             drop_last=True,
             start=seen,
-            workers=data.workers or 0,
+            workers=workers_with_room(config, world),
             rank=world.rank,
             world_size=world.size,
         )
@@ -168,6 +173,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
         started = clock
         frozen_garbage = False
         model.train()
+        stop.in_loop = True
 
         while True:
             done = seen >= optim.samples
@@ -199,7 +205,14 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
                     if average is not None:
                         tensors["ema"] = average.tensors
                     run.list_skipped(loader.skipped)
-                    saved = save(run, config, seen=seen, tensors=tensors, card=card, state={"sums": sums})
+                    saved = save(
+                        run,
+                        config,
+                        seen=seen,
+                        tensors=tensors,
+                        card=card,
+                        state={"sums": sums, "metrics": run.metrics_digest},
+                    )
                     if done and not saved:
                         raise UserError(
                             f"The trained weights could not be saved in {run_dir}: make room there and give the same "
@@ -209,6 +222,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
 
             # Stop.
             if stop.agreed and not done:
+                wait_for_all(world)  # a launcher may end the first process, which saves, once another has gone
                 if run is not None:
                     log.warning("Stopped after %d of %d samples; the same command goes on.", seen, optim.samples)
                 raise InterruptedRun(stop.agreed)
@@ -257,9 +271,8 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
 def number_of_processes(config: Config, run_dir: Path) -> int:
     """As asked for, else as the run began, else one per accelerator."""
     available = accelerators()
-    path = run_dir / "config.json"
-    before = read_json(path)["devices"] if path.exists() else None
-    devices = config.devices or before or max(1, available)
+    before = read_frozen_config(run_dir)
+    devices = config.devices or (from_json(before).devices if before else None) or max(1, available)
     if available and devices > available and not under_launcher():
         raise UserError(f"There are {available} accelerators here, so devices cannot be {devices}: lower it.")
     return devices
@@ -288,6 +301,50 @@ def resolve_config(config: Config, run: Run | None, source: Source, world: World
             f"it, choose another directory, or start a new run from its weights with --init-from {run.path}."
         )
     return frozen
+
+
+def finished(run: Run, config: Config) -> dict[str, Any] | None:
+    """What the run came to, if it has ended and everything it ended with is still there; None if it is to go on."""
+    if not (run.path / "results.json").exists():
+        return None
+    damage = run.damage()
+    if damage is None:
+        return run.results
+    last = checkpoint.latest(run.checkpoints)
+    if last is None or last[1]["seen"] != config.optim.samples:
+        raise UserError(
+            f"The finished run {run.path} is damaged ({damage}) and has no checkpoint of its end to mend it from: "
+            "restore the file from a copy, or train again in another directory."
+        )
+    log.warning("The finished run %s was damaged (%s); it is written again from its last checkpoint.", run.path, damage)
+    return None
+
+
+def start(run: Run | None, config: Config, found: tuple[Path, dict[str, Any]] | None) -> None:
+    """Set the run directory to the checkpoint that was found, or to its beginning, and note that a process started."""
+    assert run is not None, "only the first process owns the directory"
+    if found is None:
+        run.rewind(None)
+    else:
+        run.rewind(found[1]["seen"], digest=found[1]["metrics"])
+    run.start(to_json(config))
+
+
+def workers_with_room(config: Config, world: World) -> int:
+    """The workers asked for, or none if shared memory cannot hold the batches they prepare; results are the same."""
+    data, workers = config.data, config.data.workers or 0
+    batch = config.optim.batch_size // world.size * data.channels * data.image_size**2
+    # Each worker prepares two batches ahead, one is being used, queues take some; so for every process of this machine.
+    needed = (batch * (2 * workers + 1) + QUEUES) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if workers and needed > shared_room():
+        log.warning(
+            "Shared memory has no room for the %d MB that %d workers hand over: images are decoded without workers. "
+            "A larger /dev/shm helps (docker run --shm-size).",
+            needed >> 20,
+            workers,
+        )
+        return 0
+    return workers
 
 
 class Task(nn.Module):

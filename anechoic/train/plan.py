@@ -214,7 +214,8 @@ def passes_of(config: Config) -> Passes:
     found = Pass(), Pass()
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = model.to_empty(device="cpu").train()
-        for batch, one in zip((SMALL, 2 * SMALL), found, strict=True):
+        # The first pass also makes what is made once, so it does not count.
+        for batch, one in ((SMALL, Pass()), (SMALL, found[0]), (2 * SMALL, found[1])):
             with torch.autocast("cpu", torch.bfloat16, enabled=low), Recorder(one):
                 with keeping(one, model):
                     loss = loss_of(model, batch)
