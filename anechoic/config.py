@@ -280,7 +280,7 @@ def checked(value: Any, hint: Any, where: str) -> Any:
     try:
         return _fit(value, hint, where)
     except TypeError as problem:
-        raise UserError(f"The setting {where} must be {problem}, not {value!r}.") from None
+        raise UserError(f"The setting {where} must be {problem}, not {value!r:.100}.") from None
 
 
 def _fit(value: Any, hint: Any, where: str) -> Any:

@@ -19,6 +19,8 @@ from anechoic.data.embedded import Scenes, open_digits, open_scenes
 from anechoic.data.emoji import open_emoji
 from anechoic.data.files import open_folder, open_list, open_paths
 from anechoic.data.loader import Batch, Loader
+from anechoic.data.places import is_url
+from anechoic.data.shards import INDEX, open_indexed, open_remote
 from anechoic.data.source import IMAGE_SUFFIXES, BadImage, EncodedSource, Source, Subset, common_labels
 from anechoic.data.tables import Parquet, open_hub
 from anechoic.errors import UserError, nearest_name
@@ -67,8 +69,8 @@ def open_source(
     """The images behind a name or path.
 
     `digits`, `scenes`, `emoji` (each with `:train` or `:test`, scenes also with `:NUMBER`, emoji with `:style=NAME` and
-    `:label=thing`); a folder, searched to any depth; a text list; .zip, .tar, shards-{000..127}.tar; .parquet or a
-    folder of them; .npz, .npy; `hf:NAME[:split]`; an image.
+    `:label=thing`); a folder, searched to any depth; a text list; .zip, .tar, shards-{000..127}.tar (also by URL); a
+    folder of `anechoic shard`, or its URL; .parquet or a folder of them; .npz, .npy; `hf:NAME[:split]`; an image.
     channels: 3 RGB, 1 grey, 4 with alpha, any number for arrays. size and seed are for scenes only.
     """
     if isinstance(source, Source):
@@ -86,6 +88,8 @@ def _open(source: str | Path, *, labels: bool, channels: int, size: int, seed: i
         asked = inspect.signature(NAMED[name]).parameters
         given = {"labels": labels, "channels": channels, "size": size, "seed": seed}
         return NAMED[name](words, **{key: value for key, value in given.items() if key in asked})
+    if is_url(text):
+        return open_remote(text, labels=labels, channels=channels)
     path = Path(text).expanduser()
     try:
         if path.is_dir():
@@ -102,6 +106,8 @@ def _open(source: str | Path, *, labels: bool, channels: int, size: int, seed: i
 
 
 def _open_directory(path: Path, *, labels: bool, channels: int) -> Source:
+    if (path / INDEX).is_file():
+        return open_indexed(str(path), labels=labels, channels=channels)
     tables = sorted(path.glob("*.parquet"))
     if tables:
         return Parquet(tables, labels=labels, channels=channels)

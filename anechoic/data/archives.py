@@ -6,7 +6,6 @@ archive is remembered. Compressed tar files cannot be read in any order and are 
 
 from __future__ import annotations
 
-import io
 import math
 import mmap
 import os
@@ -16,15 +15,19 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from anechoic.data.cache import cache_dir, read_cached, write_cached
-from anechoic.data.decoding import Undecodable
+from anechoic.data.decoding import Undecodable, decode
+from anechoic.data.places import Place, filesystem, is_url, name_of, open_place, size_of, stamp_of
 from anechoic.data.source import (
+    BadImage,
     EncodedSource,
     Names,
     check_labels,
@@ -55,7 +58,8 @@ STORED, DEFLATED = zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED
 ZIP_LOCAL_HEADER = struct.Struct("<4s22xHH")
 # Where a member lies: which archive, the first byte of its data (zip: of its local header), stored length, method, CRC.
 MEMBER = np.dtype([("archive", "i4"), ("start", "i8"), ("length", "i8"), ("method", "i4"), ("crc", "u4")])
-TAR = -1
+# A member of a tar, and one whose sum is known from an index beside the shards.
+TAR, CHECKED_TAR = -1, -2
 
 
 class Packed(EncodedSource):
@@ -63,7 +67,7 @@ class Packed(EncodedSource):
 
     def __init__(
         self,
-        archives: Sequence[Path],
+        archives: Sequence[Place],
         names: Names,
         members: np.ndarray,
         *,
@@ -97,9 +101,57 @@ class Packed(EncodedSource):
         return self._maps[archive]
 
 
-def member_bytes(archive: mmap.mmap, start: int, length: int, method: int, crc: int) -> bytes:
+class RemotePacked(Packed):
+    """Members of shards behind URLs of fsspec, fetched by ranges, those of a batch side by side."""
+
+    def data(self, index: int) -> bytes:
+        (found,) = self._fetch([index])
+        if isinstance(found, Exception):
+            raise OSError(f"{self.archives[int(self.members[index]['archive'])]}: {reason(found)}") from found
+        return found
+
+    def read_many(self, indices: Sequence[int], *, min_side: int | None = None) -> list[Tensor | BadImage]:
+        out: list[Tensor | BadImage] = []
+        for index, found in zip(indices, self._fetch(indices), strict=True):
+            try:
+                if isinstance(found, Exception):
+                    raise Undecodable(reason(found))
+                out.append(decode(found, channels=self.channels, min_side=min_side))
+            except Undecodable as error:
+                out.append(BadImage(self.name(index), str(error)))
+        return out
+
+    def _fetch(self, indices: Sequence[int]) -> list[bytes | Exception]:
+        if not len(indices):
+            return []
+        rows = self.members[list(indices)]
+        paths = [self.archives[number] for number in rows["archive"].tolist()]
+        starts, lengths = rows["start"].tolist(), np.minimum(rows["length"], MAX_IMAGE_BYTES + 1).tolist()
+        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+        system, _ = filesystem(str(paths[0]))
+        found = system.cat_ranges([filesystem(str(path))[1] for path in paths], starts, ends, on_error="return")
+        out: list[bytes | Exception] = []
+        for row, data in zip(rows, found, strict=True):
+            try:
+                out.append(data if isinstance(data, Exception) else whole_member(data, row))
+            except Undecodable as error:
+                out.append(error)
+        return out
+
+
+def whole_member(data: bytes, row: np.void) -> bytes:
+    """The fetched bytes of a member, checked against its row of the index."""
+    _, _, length, method, crc = row.item()
+    return member_bytes(data, 0, length, method, crc)
+
+
+def packed_class(archives: Sequence[Place]) -> type[Packed]:
+    return RemotePacked if any(is_url(place) for place in archives) else Packed
+
+
+def member_bytes(archive: mmap.mmap | bytes, start: int, length: int, method: int, crc: int) -> bytes:
     """One member, decompressed and checked as far as its archive allows."""
-    if method != TAR:
+    if method not in (TAR, CHECKED_TAR):
         try:
             magic, name_length, extra_length = ZIP_LOCAL_HEADER.unpack_from(archive, start)
         except struct.error as error:
@@ -114,10 +166,10 @@ def member_bytes(archive: mmap.mmap, start: int, length: int, method: int, crc: 
         raise Undecodable("the archive ends before this image does")
     if method == DEFLATED:
         data = inflated(data)
-    elif method not in (STORED, TAR):
+    elif method not in (STORED, TAR, CHECKED_TAR):
         raise Undecodable(f"zip compression method {method} is not supported; use deflate or store")
     if method != TAR and zlib.crc32(data) != crc:
-        raise Undecodable("the zip file is damaged here")
+        raise Undecodable("the archive is damaged here")
     return data
 
 
@@ -180,36 +232,54 @@ def open_tar(path: Path, *, labels: bool, channels: int) -> Packed:
     order = sorted((k for k in range(len(names)) if is_image_name(names[k])), key=names.__getitem__)
     inside = without_common_folder([names[k] for k in order])
     return _packed(
-        [path], inside, members[order], labels=labels, channels=channels, where=str(path), content=_stamp(path)
+        [path], inside, members[order], labels=labels, channels=channels, where=str(path), content=stamp_of(path)
     )
 
 
-def open_shards(paths: Sequence[Path], *, labels: bool, channels: int) -> Packed:
-    """WebDataset shards: a sample is the run of members that share a name up to the first dot; .cls holds its class."""
-    names: list[str] = []
-    members: list[np.ndarray] = []
+class Shard(NamedTuple):
+    """The images of one shard: names, places and, if asked for, classes."""
+
+    names: list[str]
+    members: np.ndarray
+    kinds: list[str]
+
+
+def list_shard(place: Place, *, labels: bool) -> Shard:
+    inside, rows = list_tar(place)
+    chosen = [k for k, name in enumerate(inside) if is_image_name(name)]
     kinds: list[str] = []
-    for number, path in enumerate(paths):
-        inside, rows = list_tar(path)
+    if labels:
         classes = {name[: -len(".cls")]: k for k, name in enumerate(inside) if name.endswith(".cls")}
-        with open(path, "rb") as file:
-            for k, name in enumerate(inside):
-                if not is_image_name(name):
-                    continue
-                if labels:
-                    kinds.append(_shard_class(file, rows, classes, name, path))
-                names.append(f"{path.name}/{name}" if len(paths) > 1 else name)
-                members.append(rows[k : k + 1])
-                members[-1]["archive"] = number
+        with open_place(place) as file:
+            kinds = [_shard_class(file, rows, classes, inside[k], place) for k in chosen]
+    return Shard([inside[k] for k in chosen], rows[chosen], kinds)
+
+
+def open_shards(paths: Sequence[Place], *, labels: bool, channels: int) -> Packed:
+    """WebDataset shards: a sample is the run of members that share a name up to the first dot; .cls holds its class."""
+    try:
+        # Shards are listed side by side: listing waits for the disk, or for a server.
+        with ThreadPoolExecutor(8) as pool:
+            shards = list(pool.map(lambda place: list_shard(place, labels=labels), paths))
+    except OSError as error:
+        raise UserError(f"Not all of the shards can be read ({reason(error)}); give those that are there.") from error
+    names = [
+        f"{name_of(place)}/{name}" if len(paths) > 1 else name
+        for place, shard in zip(paths, shards, strict=True)
+        for name in shard.names
+    ]
+    members = np.concatenate([shard.members for shard in shards])
+    members["archive"] = np.repeat(np.arange(len(shards)), [len(shard.names) for shard in shards])
+    kinds = [kind for shard in shards for kind in shard.kinds]
     where = str(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
     packed = _packed(
         paths,
         names,
-        np.concatenate(members) if members else np.empty(0, MEMBER),
+        members,
         labels=False,
         channels=channels,
         where=where,
-        content=np.concatenate([_stamp(path) for path in paths]),
+        content=np.concatenate([stamp_of(place) for place in paths]),
     )
     if labels and all(NUMBER.fullmatch(kind) for kind in kinds):
         packed.labels = check_labels(np.array([int(kind) for kind in kinds], dtype=np.int64), where=where)
@@ -218,7 +288,7 @@ def open_shards(paths: Sequence[Path], *, labels: bool, channels: int) -> Packed
     return packed
 
 
-def _shard_class(file: io.BufferedReader, rows: np.ndarray, classes: dict[str, int], name: str, path: Path) -> str:
+def _shard_class(file: BinaryIO, rows: np.ndarray, classes: dict[str, int], name: str, path: Place) -> str:
     folder, _, base = name.rpartition("/")
     key = f"{folder}/{base.split('.', 1)[0]}" if folder else base.split(".", 1)[0]
     if key not in classes:
@@ -239,7 +309,7 @@ def _shard_class(file: io.BufferedReader, rows: np.ndarray, classes: dict[str, i
 
 
 def _packed(
-    archives: Sequence[Path],
+    archives: Sequence[Place],
     names: list[str],
     members: np.ndarray,
     *,
@@ -255,41 +325,37 @@ def _packed(
     numbers, classes = classes_from_folders(names, where=where) if labels else (None, None)
     packed_names = Names.of(names)
     fingerprint = digest("packed", packed_names.blob, packed_names.ends, members["length"], content)
-    return Packed(
+    return packed_class(archives)(
         archives, packed_names, members, fingerprint=fingerprint, channels=channels, labels=numbers, classes=classes
     )
 
 
-def _stamp(path: Path) -> np.ndarray:
-    stat = path.stat()
-    return np.array([stat.st_size, stat.st_mtime_ns], dtype=np.int64)
-
-
-def list_tar(path: Path) -> tuple[list[str], np.ndarray]:
+def list_tar(path: Place) -> tuple[list[str], np.ndarray]:
     """Every file of a tar: names and places, in the order of the archive. A long list is remembered."""
-    memory = cache_dir() / "listings" / f"{digest(os.fsencode(path.resolve()), _stamp(path))}.tar.npz"
+    full = str(path) if is_url(path) else os.path.realpath(path)
+    memory = cache_dir() / "listings" / f"{digest(os.fsencode(full), stamp_of(path))}.tar.npz"
     if (arrays := read_cached(memory)) is not None:
         return list(Names(arrays["names"].tobytes(), arrays["ends"])), arrays["members"]
     try:
         # "r:" refuses compression: a compressed stream has no places to jump to.
-        with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
+        with open_place(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
             # A sparse member's bytes do not lie one after the other.
-            files = [
-                (item.name.removeprefix("./"), item.offset_data, item.size)
-                for item in archive
-                if item.isfile() and not item.issparse()
-            ]
+            files = []
+            for item in archive:
+                if item.isfile() and not item.issparse():
+                    files.append((item.name.removeprefix("./"), item.offset_data, item.size))
+                archive.members.clear()  # type: ignore[attr-defined]  # it keeps every header, a kilobyte each
     except TAR_DAMAGE as error:
         raise UserError(
             f"{str(path)!r} is not a plain tar file ({reason(error)}); uncompress it, or give a zip or the folder."
         ) from error
-    size = path.stat().st_size
+    size = size_of(path)
     lost = next((name for name, start, length in files if length < 0 or start + length > size), None)
     if lost is not None:
         raise UserError(f"{str(path)!r} ends before its member {lost[:200]!r} does; make or download it again.")
     names = [name for name, _, _ in files]
     members = np.array([(0, start, length, TAR, 0) for _, start, length in files], dtype=MEMBER)
-    if len(names) >= REMEMBER_FROM:
+    if len(names) >= REMEMBER_FROM or is_url(path):
         packed = Names.of(names)
         write_cached(memory, {"names": np.frombuffer(packed.blob, np.uint8), "ends": packed.ends, "members": members})
     return names, members

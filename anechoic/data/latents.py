@@ -27,7 +27,7 @@ from anechoic.errors import UserError
 from anechoic.models.preprocess import Preprocess
 from anechoic.rng import Draws
 from anechoic.runtime.fingerprint import hash_tensors
-from anechoic.runtime.untrusted import of_kind, read_table, refuse_giants, refuse_unbacked
+from anechoic.runtime.untrusted import of_kind, read_table, refuse_giants, refuse_odd_files, refuse_unbacked
 
 FORMAT = "anechoic-latents-1"
 CARD, MOMENTS, LABELS = "latents.json", "moments.f32", "labels.npy"
@@ -73,6 +73,7 @@ def refuse_other_folder(path: Path) -> None:
     card = path / "config.json"
     kind = None
     if card.is_file():
+        refuse_odd_files(path)
         settings = read_table(card)
         kind = settings.get("_class_name")
         refuse_giants(settings, where=str(card))

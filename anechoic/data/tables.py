@@ -18,7 +18,7 @@ import numpy as np
 from anechoic.data.decoding import Undecodable
 from anechoic.data.source import EncodedSource, check_labels, digest, number_classes
 from anechoic.errors import UserError
-from anechoic.runtime.untrusted import read_regular, reason
+from anechoic.runtime.untrusted import read_regular, reason, refuse_odd_files
 
 LABEL_COLUMNS = ("label", "labels", "fine_label", "class")
 
@@ -205,7 +205,7 @@ class HubSet(EncodedSource):
 
         try:
             return self.rows[int(index)][self.column]
-        except (pyarrow.ArrowException, ValueError, OverflowError, IndexError) as error:
+        except (pyarrow.ArrowException, ValueError, OverflowError, IndexError, MemoryError) as error:
             raise Undecodable(f"the data set is damaged here ({reason(error)})") from error
 
 
@@ -213,6 +213,7 @@ def open_hub(name: str, *, labels: bool, channels: int) -> HubSet:
     """`NAME` or `NAME:split` (train if not said): a hub name, or a folder of parquet or by `save_to_disk`."""
     try:
         import datasets
+        import pyarrow
     except ImportError as error:
         raise UserError('Reading Hugging Face data sets needs datasets: pip install "anechoic[hub]".') from error
     name, _, split = name.partition(":")
@@ -223,6 +224,11 @@ def open_hub(name: str, *, labels: bool, channels: int) -> HubSet:
         raise UserError(
             f"The data set {name!r} has the columns {', '.join(rows.features)}, none of images; choose another."
         )
+    try:
+        # Places of cells outside of the file would be read as they are.
+        rows.data.table.select([column]).validate(full=True)
+    except (pyarrow.ArrowException, MemoryError) as error:
+        raise UserError(f"The data set {name!r} is damaged ({reason(error)}); make or download it again.") from error
     files = sorted((Path(file["filename"]).name, Path(file["filename"]).stat().st_size) for file in rows.cache_files)
     found = HubSet(
         rows.select_columns([column]).cast_column(column, datasets.Image(decode=False)),
@@ -245,6 +251,7 @@ def open_hub(name: str, *, labels: bool, channels: int) -> HubSet:
 def refuse_script(name: str) -> None:
     """A data set is data: a folder that comes with a loading script is refused, so that nobody is asked to run it."""
     folder = Path(name)
+    refuse_odd_files(folder)
     script = next(folder.glob("*.py"), None) if folder.is_dir() else None
     if script is not None:
         raise UserError(f"{name!r} comes with code ({script.name}), which is never run here; give the data alone.")

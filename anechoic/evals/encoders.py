@@ -24,7 +24,7 @@ from anechoic.errors import UserError
 from anechoic.evals.features import Pooling, layer_widths, poolings_of, prefix_tokens, trunk
 from anechoic.models.preprocess import Preprocess
 from anechoic.runtime.fingerprint import hash_tensors
-from anechoic.runtime.untrusted import of_kind, read_table, reason, refuse_giants, refuse_unbacked
+from anechoic.runtime.untrusted import of_kind, read_table, reason, refuse_giants, refuse_odd_files, refuse_unbacked
 
 # Raw pixels are compared at this side at most; more would only repeat themselves.
 PIXEL_SIDE = 32
@@ -290,6 +290,7 @@ def refuse_code(folder: str) -> None:
         return  # a name on the hub: transformers reads it as data
     if not (path / "config.json").is_file():
         raise UserError(f"hf:{folder} has no config.json: give a folder written by save_pretrained.")
+    refuse_odd_files(path)
     card = read_table(path / "config.json")
     refuse_giants(card, where=str(path / "config.json"))
     if "auto_map" in card:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from anechoic.runtime.untrusted import parse_json, read_text
+from anechoic.runtime.untrusted import open_regular, parse_json, read_text
 
 # What is being written, and what is being deleted. Only a killed process leaves such names behind.
 NEW, OLD = ".new-", ".old-"
@@ -110,7 +110,7 @@ def _delete(path: Path) -> None:
 
 
 def checksum(path: Path) -> str:
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

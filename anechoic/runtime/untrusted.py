@@ -13,8 +13,9 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from zipfile import ZipFile
 
 from anechoic.errors import UserError
@@ -27,7 +28,7 @@ MAX_UNPACKED, MAX_RATIO = 1 << 26, 50
 
 
 @contextmanager
-def open_regular(path: str | Path) -> Iterator[BinaryIO]:
+def open_regular(path: str | Path) -> Iterator[BufferedReader]:
     """The file, opened without waiting for a pipe's other end; OSError if it is no regular file."""
     # Without O_NONBLOCK, opening a pipe would wait for somebody to write to it.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
@@ -40,7 +41,8 @@ def open_regular(path: str | Path) -> Iterator[BinaryIO]:
 def read_regular(path: str | Path, *, limit: int = MAX_IMAGE_BYTES) -> bytes:
     """All of a regular file of at most `limit` bytes; OSError otherwise."""
     with open_regular(path) as file:
-        data = file.read(limit + 1)
+        # Room is made for what is there, not for the limit.
+        data = file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)
     if len(data) > limit:
         raise OSError(errno.EFBIG, f"more than {limit:,} bytes", str(path))
     return data
@@ -89,6 +91,13 @@ def refuse_bomb(archive: ZipFile, path: str | Path) -> None:
             f"{path} would unpack to {unpacked:,} bytes, {unpacked // max(1, own)} times its size: it is refused as a "
             f"decompression bomb; store its content with less or no compression."
         )
+
+
+def refuse_odd_files(folder: Path) -> None:
+    """UserError if a folder that another library will read holds pipes, devices or links to nowhere."""
+    odd = next((path for path in folder.rglob("*") if not path.is_file() and not path.is_dir()), None)
+    if odd is not None:
+        raise UserError(f"{odd} is neither a file nor a folder; remove it.")
 
 
 # No network for images has a number beyond these in its config; one that has would be built for ever.
