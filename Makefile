@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install test lint demo fuzz clean
+.PHONY: install test quick lint demo fuzz clean
 
 install: $(VENV)/everything
 
@@ -27,6 +27,10 @@ lint: install
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# Lint, types and the tests that need neither a training nor a process of their own.
+quick: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 
 # Damaged and hostile files through every door, each in a process of its own. What fails is kept in tests/corpus.
 FUZZ_INPUTS ?= 5000

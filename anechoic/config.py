@@ -83,7 +83,7 @@ class Section:
 @dataclass(frozen=True)
 class DataConfig(Section):
     source: str = ""
-    """where the images are: digits, scenes, a folder, list, zip, tar, parquet, npz, or hf:NAME"""
+    """where the images are: digits, scenes, emoji, a folder, list, zip, tar, parquet, npz, or hf:NAME"""
     image_size: Count = 224
     """side of the square images given to the model"""
     channels: Count = 3
@@ -122,8 +122,9 @@ class ModelConfig(Section):
 class ShortcutConfig(Section):
     alpha_min: Annotated[float, Range(1e-30, 1.0)] | Literal["auto"] = 1.0
     """the last branch's alpha; 1 is a plain residual network, auto fits the depth"""
-    schedule: Literal["linear", "cosine", "constant", "stopped"] = "linear"
-    """how alpha falls from 1 to alpha_min over the branches; stopped is linear until 0.4 of the input is left"""
+    schedule: str = "linear"
+    """how alpha falls from 1 to alpha_min over the branches: linear, cosine, constant, or stopped (linear until 0.4 of
+    the input is left)"""
     form: Literal["identity", "branch", "both", "attention", "mlp", "learnable", "plain"] = "identity"
     """what is scaled where two branches meet; identity is the method, the others its ablations"""
     anneal: Share = 0.0
@@ -140,6 +141,8 @@ class ObjectiveConfig(Section):
 
 @dataclass(frozen=True)
 class OptimConfig(Section):
+    algorithm: Literal["adamw", "muon"] = "adamw"
+    """what moves the weights; muon: the matrices of blocks and skips by orthogonalised momentum, the rest by AdamW"""
     batch_size: Count = 1024
     """samples per update, over all processes and accumulated parts"""
     epochs: Positive | None = None
@@ -160,6 +163,8 @@ class OptimConfig(Section):
     """of AdamW"""
     eps: NotNegative = 1e-8
     """of AdamW"""
+    momentum: Share = 0.95
+    """of Muon (Nesterov)"""
     weight_decay: NotNegative = 0.05
     """decoupled weight decay"""
     decayed: Literal["matrices", "all"] = "matrices"

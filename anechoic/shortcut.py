@@ -49,7 +49,7 @@ def constant(n: int, alpha_min: AlphaMin = 0.6) -> list[float]:
 def stopped(n: int, alpha_min: AlphaMin = 0.6) -> list[float]:
     """As linear, up to the last branch at which the product of all alphas is at least KEPT; 1 from there on.
 
-    Fading in the shallow part, plain shortcuts in the deep one. (Not in the paper.)
+    Decayed in the shallow part, plain shortcuts in the deep one. (Not in the paper.)
     """
     left, factors = 1.0, []
     for alpha in _between(n, alpha_min, stopped, lambda k: 1 - k):
@@ -163,7 +163,7 @@ class Shortcut(nn.Module):
 class Annealing:
     """Lets every alpha fall from 1 to its own value over the first part of training, a little at each update.
 
-    A function of progress alone, so that a run that goes on fades as if it had not been stopped. (Not in the paper.)
+    A function of progress alone, so that a run that goes on decays as if it had not been stopped. (Not in the paper.)
     """
 
     def __init__(self, shortcuts: Iterable[Shortcut], *, share: float) -> None:

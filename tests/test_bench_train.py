@@ -72,13 +72,15 @@ def test_two_processes_and_one_take_part(monkeypatch):
     pytest.importorskip("transformers", reason="the peer")
     monkeypatch.setattr(train, "WORKS", (TINY,))
     monkeypatch.setattr(train, "POCKET", TINY)
+    monkeypatch.setattr(train, "DRAWINGS", TINY)
     monkeypatch.setattr(train, "PAIRS", 3)
+    monkeypatch.setattr(train, "MUON_PAIRS", 3)
     monkeypatch.setattr(train, "arrangements", lambda batch: [(1, 1), (2, 1)])
     rows = train.run(Options(rounds=1))
-    assert [row["peer_name"].split(",")[0] for row in rows] == ["transformers", "residual"]
+    assert [row["peer_name"].split(",")[0] for row in rows] == ["transformers", "residual", "AdamW"]
     assert {name.split(",")[0] for name in rows[0]["contestants"]} == {"ours", "transformers", "limit"}
     assert 0 < rows[0]["fraction_of_gemm"] < 1
-    assert rows[1]["low"] < rows[1]["ratio"] < rows[1]["high"]
+    assert all(row["low"] < row["ratio"] < row["high"] for row in rows[1:])
     assert all(row["memory_mb"] > 50 for row in rows)
 
 

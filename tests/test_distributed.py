@@ -86,8 +86,10 @@ def test_equal_samples_and_gradients():
     assert (whole - halves).norm() <= 1e-6 * whole.norm()
 
 
-def test_equal_losses_over_thirty_updates(tmp_path):
+@pytest.mark.parametrize("algorithm", ["adamw", "muon"])
+def test_equal_losses_over_thirty_updates(tmp_path, algorithm):
     config = tiny_config(steps=30)
+    config = replace(config, optim=replace(config.optim, algorithm=algorithm))
     fit(config, tmp_path / "one")
     fit(replace(config, devices=2), tmp_path / "two")
     one, two = train_records(tmp_path / "one"), train_records(tmp_path / "two")

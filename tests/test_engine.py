@@ -33,7 +33,8 @@ from anechoic.models import build_model
 from anechoic.models.preprocess import Preprocess
 from anechoic.rng import Draws
 from anechoic.runtime import checkpoint
-from anechoic.runtime.run import read_json, read_metrics
+from anechoic.runtime.files import read_json
+from anechoic.runtime.run import read_metrics
 from anechoic.train import engine
 from anechoic.train.engine import DivergedError, Task, due, fit
 from anechoic.train.objectives import make_objective

@@ -10,16 +10,17 @@ from anechoic.cli import main
 from anechoic.config import differences
 from anechoic.errors import UserError
 from anechoic.paper import catalogue, crossover, full, pocket
-from anechoic.paper.pages import twin_of
+from anechoic.paper.pages import baseline_of
 from anechoic.paper.sweep import Folders, vary
 from anechoic.paper.trial import EvalPlan, is_file
 from anechoic.recipes import recipe
-from anechoic.runtime.run import write_json
+from anechoic.runtime.files import write_json
 from anechoic.train.build import check
 
-POCKET_GRIDS, POCKET_GROUPS = catalogue.SCALES["pocket"]
+POCKET_GRIDS = {grid.name: grid for grid in catalogue.choose("all", "pocket")}
+POCKET_GROUPS = {name: make for module in catalogue.SCALES["pocket"] for name, make in module.GROUPS.items()}
 
-EVERY = [(name, scale) for scale, (grids, _) in catalogue.SCALES.items() for name in grids]
+EVERY = [(grid.name, scale) for scale in catalogue.SCALES for grid in catalogue.choose("all", scale)]
 PAPER = ["table1", "table2", "table3a", "table3b", "table4", "fig3", "fig4", "fig5", "fig6", "fig7"]
 
 
@@ -59,9 +60,9 @@ def test_rows_show_variants_that_exist_and_can_be_trained(name, scale):
     for variant in grid.needed():
         check(variants[variant].config)
         assert variants[variant].config.optim.samples
-    trials = grid.trials(variants, range(2))
+    trials = grid.trials(variants, 2)
     assert len({trial.name for trial in trials}) == len(trials) == 2 * len(grid.needed())
-    assert {trial.config.seed for trial in trials} == {0, 1}
+    assert {trial.config.seed for trial in trials} == {grid.first_seed, grid.first_seed + 1}
 
 
 @pytest.mark.parametrize("scale", catalogue.SCALES)
@@ -72,16 +73,17 @@ def test_every_table_and_figure_of_the_paper_is_there(scale):
 
 @pytest.mark.parametrize("scale", catalogue.SCALES)
 def test_every_variant_of_a_group_is_run_and_shown_by_some_page(scale):
-    grids, groups = catalogue.SCALES[scale]
+    grids = {grid.name: grid for grid in catalogue.choose("all", scale)}
+    groups = {name: make for module in catalogue.SCALES[scale] for name, make in module.GROUPS.items()}
     assert {grid.group for grid in grids.values()} == set(groups)
     for group, variants in groups.items():
         assert {name for grid in grids.values() if grid.group == group for name in grid.needed()} == set(variants())
 
 
 @pytest.mark.parametrize("name", [name for name, grid in POCKET_GRIDS.items() if grid.kind == "axes"])
-def test_the_twin_of_every_row_of_the_map_is_run_too(name):
+def test_the_baseline_of_every_row_of_the_map_is_run_too(name):
     grid = POCKET_GRIDS[name]
-    assert {twin_of(row) for row in grid.rows} <= set(grid.needed())
+    assert {baseline_of(row) for row in grid.rows} <= set(grid.needed())
 
 
 def only_alpha_differs(one, other):
@@ -185,7 +187,8 @@ def test_a_dry_run_lists_every_run_and_touches_nothing(scale, tmp_path, monkeypa
     grids = catalogue.choose("all", scale)
     assert list(found) == [grid.name for grid in grids]
     for grid in grids:
-        assert found[grid.name]["trials"] == [f"{name}-seed{seed}" for name in grid.needed() for seed in range(3)]
+        seeds = range(grid.first_seed, grid.first_seed + 3)
+        assert found[grid.name]["trials"] == [f"{name}-seed{seed}" for name in grid.needed() for seed in seeds]
         if scale == "pocket":
             assert all(seconds > 0 for seconds in found[grid.name]["seconds"].values())
     assert list(tmp_path.iterdir()) == []

@@ -4,9 +4,9 @@ import json
 
 import numpy as np
 import pytest
-from anechoic.paper.judging import packed, unpacked
 
 from anechoic.paper import catalogue, crossover, full, pocket
+from anechoic.paper.evaluation import packed, unpacked
 from anechoic.paper.pages import (
     difference_table,
     measured_table,
@@ -20,7 +20,7 @@ from anechoic.paper.statistics import Records, estimate
 from anechoic.paper.tally import write_tally
 from anechoic.report import figures
 
-POCKET_GRIDS, _ = catalogue.SCALES["pocket"]
+POCKET_GRIDS = {grid.name: grid for grid in catalogue.choose("all", "pocket")}
 
 SEEDS = (0, 1, 2)
 CHECKPOINTS = (1000, 2000, 4000)
@@ -229,7 +229,7 @@ def test_the_order_of_rows_is_said_beside_the_papers(tmp_path):
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_each_axis_is_compared_with_its_own_twin(tmp_path):
+def test_each_axis_is_compared_with_its_own_baseline(tmp_path):
     grid = crossover.AXES_GRID
     base = {"base": 30.0, "depth12": 10.0}
     for name, value in base.items():

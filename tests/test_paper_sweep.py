@@ -26,7 +26,7 @@ from anechoic.paper.sweep import (
     with_settings,
 )
 from anechoic.paper.trial import EvalPlan, Trial, finished, run_trial
-from anechoic.runtime.run import read_json, write_json
+from anechoic.runtime.files import read_json, write_json
 
 OPTIONS = {
     "patch_size": 4,
@@ -245,7 +245,7 @@ def test_a_terminated_sweep_goes_on_and_ends_with_the_same_numbers(tmp_path):
         from pathlib import Path
         from anechoic.paper.trial import trial_from_json
         from anechoic.paper.sweep import Folders, sweep
-        from anechoic.runtime.run import read_json
+        from anechoic.runtime.files import read_json
         here = Path(sys.argv[1])
         sweep([trial_from_json(read_json(here / "trial.json"))], Folders(here / "records", here / "runs"))
     """

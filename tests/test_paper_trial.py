@@ -27,7 +27,7 @@ from anechoic.errors import UserError
 from anechoic.paper import evaluation
 from anechoic.paper.trial import EvalPlan, Trial, is_file, localised, located, rounded, run_trial, trial_from_json
 from anechoic.paper.verify import compare, numbers, verdict_text
-from anechoic.runtime.run import read_json, write_json
+from anechoic.runtime.files import read_json, write_json
 
 BATCH = 16
 EVALUATION = EvalPlan("digits:train", "digits:test", fitted=200, tested=100)

@@ -19,7 +19,7 @@ from anechoic.models import model_config
 from anechoic.recipes import recipe, table
 from anechoic.recipes.mae import RECIPES as MAE_RECIPES
 from anechoic.recipes.pretrain import choose_alpha_min, choose_batch, choose_image_size, choose_patch, pretrain_config
-from anechoic.runtime.run import read_json
+from anechoic.runtime.files import read_json
 from anechoic.train.build import check
 
 

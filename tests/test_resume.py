@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from anechoic.runtime import checkpoint
-from anechoic.runtime.run import CLOCK_FIELDS, read_json, read_metrics
+from anechoic.runtime.files import read_json
+from anechoic.runtime.run import CLOCK_FIELDS, read_metrics
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -26,6 +27,7 @@ MASKED = (
     "decoder_dim=16",
     "decoder_depth=1",
 )
+ORTHOGONAL = (*MASKED, "--optim.algorithm", "muon")
 DENOISER = ("pocket_uvit_digits_cond", "--model.options", "dim=16", "depth=2", "num_heads=2")
 SETTINGS = [
     *("--seed", "3"),
@@ -126,8 +128,8 @@ def straight(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("recipe", "more"),
-    [(MASKED, PARTS), (MASKED, TWO), (DENOISER, PARTS)],
-    ids=["one process", "two processes", "a denoiser"],
+    [(MASKED, PARTS), (MASKED, TWO), (ORTHOGONAL, PARTS), (DENOISER, PARTS)],
+    ids=["one process", "two processes", "muon", "a denoiser"],
 )
 def test_kill_and_resume(tmp_path, straight, recipe, more):
     command = command_for(more, recipe=recipe)

@@ -11,7 +11,8 @@ import pytest
 
 import anechoic.runtime.run
 from anechoic.errors import UserError
-from anechoic.runtime.run import Run, read_json, read_metrics, write_json
+from anechoic.runtime.files import read_json, write_json
+from anechoic.runtime.run import Run, read_metrics
 
 HOLD = """
 import sys, time

@@ -47,7 +47,7 @@ def embed(
 
     Args:
         run: run, model or checkpoint directory, timm:NAME or hf:FOLDER (with --model, the data).
-        data: the images: a folder, list, zip, tar, parquet, npz, digits, scenes or hf:NAME.
+        data: the images: a folder, list, zip, tar, parquet, npz, digits, scenes, emoji or hf:NAME.
         output: where to write; the ending chooses the format.
         model: timm:NAME or hf:FOLDER instead of a run.
         layer: 0 is the embedding, k the k-th block, -1 the encoder's output.

@@ -1,4 +1,4 @@
-"""Making images and judging them: the verbs sample, frechet and encode-latents."""
+"""Making images and evaluating them: the verbs sample, frechet and encode-latents."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def digit_verdict(samples: str, *, num: int | None) -> dict[str, Any]:
 
     from anechoic.data import open_source
     from anechoic.diffusion.generation import image_batches, read_receipt
-    from anechoic.evals.digit_classifier import judge, real_accuracy
+    from anechoic.evals.digit_classifier import evaluate_digits, real_accuracy
     from anechoic.evals.frechet import is_statistics
 
     if is_statistics(Path(samples)):
@@ -210,7 +210,7 @@ def digit_verdict(samples: str, *, num: int | None) -> dict[str, Any]:
     source = open_source(samples, channels=1, labels=asked)
     images = torch.cat(list(image_batches(source, batch_size=256, num=num)))
     labels = np.asarray(source.labels)[: len(images)] if asked else None
-    return {**judge(images, asked=labels), "classifier_accuracy_on_real_digits": real_accuracy()}
+    return {**evaluate_digits(images, asked=labels), "classifier_accuracy_on_real_digits": real_accuracy()}
 
 
 def sampled_with_labels(samples: str) -> bool:

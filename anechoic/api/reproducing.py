@@ -60,7 +60,7 @@ def sweep(
 
     check_counts(seeds, jobs)
     if bool(train) != bool(test):
-        raise UserError("Judging needs labelled images to fit and others to classify: give both --train and --test.")
+        raise UserError("Evaluation needs labelled images to fit and others to classify: give both --train and --test.")
     grid = {}
     for name, *values in vary:
         if name == "seed":
@@ -106,7 +106,8 @@ def reproduce(
 
     Args:
         what: table1, table2, table3a, table3b, table4, fig3 to fig7, all, or a page of the map (stability, blocks,
-            length, long-blocks, early, axes, remedies, search).
+            length, long-blocks, early, axes, remedies, search, hands,
+            hands-rates, hands-search).
         scale: pocket takes minutes to hours on two cores; full is the paper's own setting, for accelerators.
         data: folder with cifar100/train.parquet and so on; default the environment variable ANECHOIC_DATA, or here.
         results: where the records are, one JSON file for each trial.
@@ -153,7 +154,7 @@ def reproduced(
     texts: list[str] = []
     metrics: dict[str, Any] = {}
     for grid in grids:
-        trials = grid.trials(catalogue.variants(grid, scale), range(seeds))
+        trials = grid.trials(catalogue.variants(grid, scale), seeds)
         folders = Folders(results / grid.group, runs / grid.group, root)
         if dry:
             found = planned(trials, folders, accelerator=scale == "full")
@@ -175,7 +176,7 @@ def verified(path: Path, runs: Path, root: Path) -> Outcome:
 
     from anechoic.paper.trial import run_trial, trial_from_json
     from anechoic.paper.verify import compare, verdict_text
-    from anechoic.runtime.run import read_json
+    from anechoic.runtime.files import read_json
 
     record = read_json(path)
     trial = trial_from_json(record)

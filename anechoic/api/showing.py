@@ -25,7 +25,7 @@ def demo(*, out: Path = Path("runs/demo"), samples: int = 76_800, seed: int = 0)
     from anechoic.report.demo import ARMS, HEADER, NEIGHBOURS, run_demo, table, verdict
     from anechoic.report.html import machine_line, page
     from anechoic.report.tables import cell
-    from anechoic.runtime.run import write_json
+    from anechoic.runtime.files import write_json
 
     started = time.perf_counter()
     shown = run_demo(out, samples=samples, seed=seed)

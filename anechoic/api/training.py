@@ -56,7 +56,7 @@ def pretrain(
     Example: anechoic pretrain photos --out runs/photos --epochs 100
 
     Args:
-        data: digits, scenes, a folder, list, zip, tar, parquet, npz, or hf:NAME.
+        data: digits, scenes, emoji, a folder, list, zip, tar, parquet, npz, or hf:NAME.
         out: the run directory.
         image_size: side of the images the model sees; default by the images.
         channels: 3 for colour, 1 for grey.
@@ -99,15 +99,15 @@ def pretrain(
 
 def alpha_min_reason(config: Config) -> str:
     """One line: which alpha_min was chosen and by what, and what to say for the other."""
-    from anechoic.recipes.pretrain import CROSSOVER_UPDATES, SMALLEST_SIDE_TO_FADE
+    from anechoic.recipes.pretrain import CROSSOVER_UPDATES, SMALLEST_SIDE_TO_DECAY
 
     if config.shortcut.alpha_min == 1:
         return (
-            f"alpha_min 1, plain residual connections: shortcuts fade only in runs of {CROSSOVER_UPDATES:,} updates "
-            f"and more, on images of {SMALLEST_SIDE_TO_FADE} pixels and more, with skips to the decoder; or with "
+            f"alpha_min 1, plain residual connections: shortcuts decay only in runs of {CROSSOVER_UPDATES:,} updates "
+            f"and more, on images of {SMALLEST_SIDE_TO_DECAY} pixels and more, with skips to the decoder; or with "
             "--alpha-min auto."
         )
-    return f"alpha_min auto, shortcuts fade with depth: the run has {CROSSOVER_UPDATES:,} updates or more."
+    return f"alpha_min auto, shortcuts decay with depth: the run has {CROSSOVER_UPDATES:,} updates or more."
 
 
 def pretrain_config_for(data: str, **choices: Any) -> Config:

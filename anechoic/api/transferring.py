@@ -118,7 +118,7 @@ def finetune_config(
     from anechoic.models.vit import ViTConfig
     from anechoic.recipes.transfer import finetune_base_in1k
     from anechoic.runtime.checkpoint import model_directory
-    from anechoic.runtime.run import read_json
+    from anechoic.runtime.files import read_json
 
     card = read_json(model_directory(run) / "config.json")
     network = from_json(card["config"])
@@ -160,8 +160,8 @@ def finetune_config(
         model=ModelConfig(name, options),
         shortcut=ShortcutConfig(
             alpha_min=float(encoder.alpha_min),
-            schedule=encoder.schedule if named else "linear",  # type: ignore[arg-type]
-            form=encoder.form,  # type: ignore[arg-type]
+            schedule=encoder.schedule if isinstance(encoder.schedule, str) else "linear",
+            form=encoder.form,
         ),
         objective=ObjectiveConfig("finetuning", mixing),
         optim=replace(

@@ -12,7 +12,7 @@ import math
 import os
 import statistics
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from anechoic.benchmarks.contest import Entry, Step, contest, fastest
 from anechoic.benchmarks.timing import GEMM_SIDE, Options, Timing, row
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 PEERS = ("transformers", "torch")
 PAIRS = 300  # turns of the decayed and of the residual network: their ratio is wanted to one per cent
+MUON_PAIRS = 60
 
 
 @dataclass(frozen=True)
@@ -69,22 +70,37 @@ LARGE: dict[str, Any] = {"decoder_dim": 512, "decoder_heads": 16, "decoder_depth
 SMALL = Work("ViT-S/16", dim=384, heads=6, batch=16, **LARGE)
 BASE = Work("ViT-B/16", dim=768, heads=12, batch=8, peer_on_one_thread=False, **LARGE)  # hopeless and long there
 WORKS = (SMALLEST, POCKET, SMALL, BASE)
+# The autoencoder of the recipe pocket_mae_emoji.
+DRAWINGS = Work(
+    "drawings", dim=96, heads=3, decoder_dim=48, decoder_heads=3, batch=128, depth=6, decoder_depth=3, patch=8, image=48
+)
 
 
 def run(options: Options) -> list[dict[str, Any]]:
-    """A row for each size, then one for the decayed network against the residual one."""
+    """A row for each size, then the decayed network against the residual one, then Muon against AdamW."""
     try:
         import transformers  # noqa: F401 (only whether it is there)
     except ImportError as error:
         raise UserError('This benchmark needs an extra package: pip install "anechoic[bench]".') from error
     rows = [against_peer(work, rounds=options.rounds, unfused=options.unfused) for work in WORKS]
-    return [*rows, decayed_against_residual(replace(POCKET, batch=32), pairs=PAIRS, unfused=options.unfused)]
+    return [
+        *rows,
+        decayed_against_residual(replace(POCKET, batch=32), pairs=PAIRS, unfused=options.unfused),
+        muon_against_adamw(DRAWINGS, pairs=MUON_PAIRS, unfused=options.unfused),
+    ]
 
 
 # ---- the steps, each made in the contestant's own process
 
 
-def ours(world: World, work: Work, options: dict[str, Any], unfused: bool, compiled: bool = False) -> Step:
+def ours(
+    world: World,
+    work: Work,
+    options: dict[str, Any],
+    unfused: bool,
+    compiled: bool = False,
+    algorithm: Literal["adamw", "muon"] = "adamw",
+) -> Step:
     """What the engine does between two batches, with the parts it is made of."""
     import torch
 
@@ -100,7 +116,7 @@ def ours(world: World, work: Work, options: dict[str, Any], unfused: bool, compi
     torch.manual_seed(0)
     model = build_model("mae_tiny_patch4", **work.model_options(**options)).train()
     choose_path(model, unfused=unfused)
-    optimizer = make_optimizer(model, OptimConfig(batch_size=work.batch))
+    optimizer = make_optimizer(model, OptimConfig(algorithm=algorithm, batch_size=work.batch))
     called: Any = torch.compile(model) if compiled else model
     trained = parallel(world, called)
     images = torch.randn(work.batch // world.size, 3, work.image, work.image)
@@ -208,31 +224,41 @@ def against_peer(work: Work, *, rounds: int, unfused: bool = False) -> dict[str,
 
 
 def decayed_against_residual(work: Work, *, pairs: int, unfused: bool = False) -> dict[str, Any]:
-    """The network with fading shortcuts beside the same one with plain shortcuts; low and high are the 95 % interval
-    of the median ratio, not the range."""
-    processes, threads = arrangements(work.batch)[-1]
-    entries = {
-        name: Entry(ours, (work, {"skips": True, "alpha_min": alpha_min}, unfused), processes, threads)
+    """The network with decayed shortcuts beside the same one with plain shortcuts."""
+    arguments = {
+        name: (work, {"skips": True, "alpha_min": alpha_min}, unfused)
         for name, alpha_min in (("decayed", 0.6), ("residual", 1.0))
     }
+    name = f"decayed (alpha_min 0.6) beside residual, with skips, {work}"
+    return against_baseline(name, arguments, arrangements(work.batch)[-1], pairs=pairs, batch=work.batch)
+
+
+def muon_against_adamw(work: Work, *, pairs: int, unfused: bool = False) -> dict[str, Any]:
+    """A step with orthogonalised updates beside a step of AdamW, in one process of one thread."""
+    options = {"skips": True, "alpha_min": 0.6}
+    arguments = {name: (work, options, unfused, False, name.lower()) for name in ("Muon", "AdamW")}
+    return against_baseline(f"Muon beside AdamW, with skips, {work}", arguments, (1, 1), pairs=pairs, batch=work.batch)
+
+
+def against_baseline(
+    name: str, arguments: dict[str, tuple[Any, ...]], arrangement: tuple[int, int], *, pairs: int, batch: int
+) -> dict[str, Any]:
+    """Two steps of ours taking turns, the first one beside the second; low and high are the 95 % interval of the median
+    ratio, not the range."""
+    processes, threads = arrangement
+    mine, other = arguments
+    entries = {key: Entry(ours, values, processes, threads) for key, values in arguments.items()}
     timing, memory = contest(entries, rounds=pairs, turn=0.0)
-    median, low, high = median_ratio(timing, "residual", ours="decayed")
-    line = row(
-        f"decayed (alpha_min 0.6) beside residual, with skips, {work}",
-        timing,
-        ours="decayed",
-        peer="residual",
-        items=work.batch,
-        memory_mb=memory["decayed"],
-    )
-    everyone = {name: {"seconds": timing.median(name), "memory_mb": memory[name]} for name in entries}
+    median, low, high = median_ratio(timing, other, ours=mine)
+    line = row(name, timing, ours=mine, peer=other, items=batch, memory_mb=memory[mine])
+    everyone = {key: {"seconds": timing.median(key), "memory_mb": memory[key]} for key in entries}
     return line | {
         "ratio": median,
         "low": low,
         "high": high,
         "interval": "95 % of the median ratio",
         "pairs": pairs,
-        "ours_name": f"decayed, {named(processes, threads)}",
+        "ours_name": f"{mine}, {named(processes, threads)}",
         "contestants": everyone,
     }
 

@@ -5,6 +5,8 @@ Labels are read only if asked for. Nothing here knows of models or training.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 
 from anechoic.data.archives import open_shard_pattern, open_tar, open_zip
@@ -14,6 +16,7 @@ from anechoic.data.cache import cache_dir
 from anechoic.data.contents import Contents
 from anechoic.data.decoding import Undecodable, decode
 from anechoic.data.embedded import Scenes, open_digits, open_scenes
+from anechoic.data.emoji import open_emoji
 from anechoic.data.files import open_folder, open_list, open_paths
 from anechoic.data.loader import Batch, Loader
 from anechoic.data.places import is_url
@@ -39,8 +42,16 @@ __all__ = [
     "open_source",
 ]
 
-EMBEDDED = ("digits", "scenes")
-FILE_READERS = {
+# A name -> what opens NAME or NAME:WORD:WORD. It gets the words, and by keyword what it asks for of labels, channels,
+# size and seed.
+NAMED: dict[str, Callable[..., Source]] = {
+    "digits": open_digits,
+    "scenes": open_scenes,
+    "emoji": open_emoji,
+    "hf": lambda words, *, labels, channels: open_hub(":".join(words), labels=labels, channels=channels),
+}
+# The ending of a file -> what opens it.
+FILE_READERS: dict[str, Callable[..., Source]] = {
     ".zip": open_zip,
     ".tar": open_tar,
     ".npy": open_array,
@@ -57,9 +68,9 @@ def open_source(
 ) -> Source:
     """The images behind a name or path.
 
-    `digits`, `scenes` (each with `:train` or `:test`, scenes also with `:NUMBER`); a folder, searched to any depth; a
-    text list; .zip, .tar, shards-{000..127}.tar (also by URL); a folder of `anechoic shard`, or its URL; .parquet or a
-    folder of them; .npz, .npy; `hf:NAME[:split]`; an image.
+    `digits`, `scenes`, `emoji` (each with `:train` or `:test`, scenes also with `:NUMBER`, emoji with `:style=NAME` and
+    `:label=thing`); a folder, searched to any depth; a text list; .zip, .tar, shards-{000..127}.tar (also by URL); a
+    folder of `anechoic shard`, or its URL; .parquet or a folder of them; .npz, .npy; `hf:NAME[:split]`; an image.
     channels: 3 RGB, 1 grey, 4 with alpha, any number for arrays. size and seed are for scenes only.
     """
     if isinstance(source, Source):
@@ -72,13 +83,11 @@ def open_source(
 
 def _open(source: str | Path, *, labels: bool, channels: int, size: int, seed: int) -> Source:
     text = str(source)
-    name, *rest = text.split(":")
-    if name == "digits":
-        return open_digits(rest, labels=labels, channels=channels)
-    if name == "scenes":
-        return open_scenes(rest, labels=labels, channels=channels, size=size, seed=seed)
-    if name == "hf":
-        return open_hub(text.removeprefix("hf:"), labels=labels, channels=channels)
+    name, *words = text.split(":")
+    if name in NAMED:
+        asked = inspect.signature(NAMED[name]).parameters
+        given = {"labels": labels, "channels": channels, "size": size, "seed": seed}
+        return NAMED[name](words, **{key: value for key, value in given.items() if key in asked})
     if is_url(text):
         return open_remote(text, labels=labels, channels=channels)
     path = Path(text).expanduser()
@@ -124,5 +133,5 @@ def _open_file(path: Path, *, labels: bool, channels: int) -> Source:
 def _hint(text: str, path: Path) -> str:
     """The nearest thing that does exist."""
     siblings = [str(item) for item in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = nearest_name(text.split(":")[0], [*EMBEDDED, *siblings])
-    return near if near.startswith("did") else f"give an existing folder or file, or one of {' and '.join(EMBEDDED)}."
+    near = nearest_name(text.split(":")[0], [*NAMED, *siblings])
+    return near if near.startswith("did") else f"give an existing folder or file, or one of {', '.join(NAMED)}."

@@ -32,7 +32,7 @@ class Augment:
       which cuts the box's sides to the image's instead.
     pad: the image at its shorter side = image_size, `padding` black pixels around it, a random window.
     centre: the shorter side resized to image_size * 256 / 224, then the middle. resize="auto" does not enlarge an image
-      to get that margin (32-pixel images judged at 32 pixels stay as they are); resize="margin" always does.
+      to get that margin (32-pixel images evaluated at 32 pixels stay as they are); resize="margin" always does.
     none: the shorter side resized to image_size, then the middle.
     flip: mirror half of the visits; by default for crop and pad only.
     """

@@ -174,7 +174,7 @@ def _state_of(folder: Path) -> list[tuple[str, int, int]]:
 
 
 def expected_bytes(source: Source, *, min_side: int) -> int:
-    """The size of all decoded pixels, judged by an even sample, which also finds a hopeless source early."""
+    """The size of all decoded pixels, estimated from an even sample, which also finds a hopeless source early."""
     indices = np.unique(np.linspace(0, len(source) - 1, SPOT_CHECKS).astype(int)).tolist()
     results = source.read_many(indices, min_side=min_side)
     refuse_too_many([(bad.name, bad.reason) for bad in results if isinstance(bad, BadImage)], of=len(indices))

@@ -1,4 +1,4 @@
-"""The two data sets that need no download: scikit-learn's handwritten digits, and procedural scenes without end.
+"""Two data sets that need no download: scikit-learn's handwritten digits, and procedural scenes without end.
 
 A scene shows one textured shape of ten kinds at a random place, size, turn and colour on a textured ground. Colours and
 places say nothing about the kind, so comparing pixels does not help; the outline alone decides.

@@ -9,7 +9,8 @@ import contextlib
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -43,6 +44,7 @@ class Source(ABC):
     fingerprint: str  # hex; changes when the images do
     labels: np.ndarray | None = None  # int64 (len,), if they were asked for
     classes: tuple[str, ...] | None = None  # names of the labels, where the source has names
+    facets: Mapping[str, np.ndarray] = MappingProxyType({})  # further labels by their names, where the source has some
     channels: int = 3
     resident = False  # True: pixels come from memory or a memory map, and a cache of them would be a copy
     transform: Transform | None = None  # what stands in for augmentation where samples are not pixels
@@ -120,6 +122,7 @@ class Subset(Source):
         self.fingerprint = digest("subset", source.fingerprint, self.indices)
         self.labels = None if source.labels is None else source.labels[self.indices]
         self.classes, self.channels, self.resident = source.classes, source.channels, source.resident
+        self.facets = {name: values[self.indices] for name, values in source.facets.items()}
         self.transform = source.transform
         self.skipped = source.skipped
 

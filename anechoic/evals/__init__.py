@@ -1,1 +1,1 @@
-"""Judges of frozen features: features and labels in, numbers out; none of them trains the network it judges."""
+"""Evaluation of frozen features: an encoder and data in, named values out; nothing here trains the network."""

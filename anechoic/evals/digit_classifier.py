@@ -1,6 +1,6 @@
-"""A small scikit-learn classifier of handwritten digits, which judges generated digits and lends its features.
+"""A small scikit-learn classifier of handwritten digits, which evaluates generated digits and lends its features.
 
-It reads 8 x 8 grey images and is fitted in seconds on the embedded digits; it is no judge of anything else.
+It reads 8 x 8 grey images and is fitted in seconds on the embedded digits; it says nothing of anything else.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def digit_extractor() -> Extractor:
     )
 
 
-def judge(images: Tensor, *, asked: np.ndarray | None = None) -> dict[str, float | int | list[int]]:
+def evaluate_digits(images: Tensor, *, asked: np.ndarray | None = None) -> dict[str, float | int | list[int]]:
     """How the classifier spreads images over the digits, how sure it is, and how often it sees what was asked for."""
     found = probabilities(images)
     chosen = found.argmax(axis=1)

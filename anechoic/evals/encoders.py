@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from anechoic.config import IMAGENET_MEAN, IMAGENET_STD
 from anechoic.errors import UserError
-from anechoic.evals.features import Pooling, layer_widths, poolings_of, trunk
+from anechoic.evals.features import Pooling, layer_widths, poolings_of, prefix_tokens, trunk
 from anechoic.models.preprocess import Preprocess
 from anechoic.runtime.fingerprint import hash_tensors
 from anechoic.runtime.untrusted import of_kind, read_table, reason, refuse_giants, refuse_odd_files, refuse_unbacked
@@ -327,6 +327,25 @@ class RawPixels(nn.Module):
         if min(images.shape[2:]) > PIXEL_SIDE:
             images = F.adaptive_avg_pool2d(images, PIXEL_SIDE)
         return self.blocks[0](images.flatten(1)[:, None])
+
+
+class FlatTokens(nn.Module):
+    """The patch tokens of an encoder's output as one token (B, 1, N * D): unlike a mean, it keeps the layout."""
+
+    num_prefix_tokens = 0
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.network = trunk(model)
+        self.blocks = nn.ModuleList([nn.Identity()])
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.network(images)
+        return self.blocks[0](tokens[:, prefix_tokens(self.network) :].flatten(1)[:, None])
+
+
+def flat(encoder: Encoder) -> Encoder:
+    return replace(encoder, name="flat tokens", model=FlatTokens(encoder.model), untrained=None)
 
 
 class ConstantEncoder(nn.Module):

@@ -42,6 +42,10 @@ class Metric(NamedTuple):
 METRICS = {
     "knn": Metric("anechoic.evals.knn:knn_metric"),
     "knn_standardised": Metric("anechoic.evals.knn:standardised_knn_metric"),
+    "retrieval": Metric("anechoic.evals.retrieval:retrieval_metric"),
+    "retrieval_standardised": Metric("anechoic.evals.retrieval:standardised_retrieval_metric"),
+    "retrieval_whitened": Metric("anechoic.evals.retrieval:whitened_retrieval_metric"),
+    "group_vote": Metric("anechoic.evals.retrieval:group_metric"),
     "probe": Metric("anechoic.evals.probe_protocols:probe_metric"),
     "selection": Metric("anechoic.evals.probe_protocols:selection_metric"),
     "rank": Metric("anechoic.evals.layer_metrics:rank_metric"),

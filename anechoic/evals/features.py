@@ -1,9 +1,9 @@
 """What a network computes inside: the stream after every block, pooled to one vector per image, and its branches.
 
-The only place with forward hooks. It does not decode images, judge features or know families: a model is anything with
-`blocks` in execution order and `num_prefix_tokens`. Layers are counted like hidden states: layer 0 is the input of the
-first block (the embedding), layer k the output of the k-th block; if the model ends with a norm, the tokens behind it
-are one more layer; -1 is the last.
+The only place with forward hooks. It does not decode images, evaluate features or know families: a model is anything
+with `blocks` in execution order and `num_prefix_tokens`. Layers are counted like hidden states: layer 0 is the input of
+the first block (the embedding), layer k the output of the k-th block; if the model ends with a norm, the tokens behind
+it are one more layer; -1 is the last.
 """
 
 from __future__ import annotations
@@ -121,8 +121,9 @@ def choose_layers(layers: Sequence[int] | Literal["all"], *, count: int) -> list
 def with_output(stream: list[Tensor], output: object) -> list[Tensor]:
     """The stream, and what the model hands out if that is the last layer's tokens behind a norm."""
     last = stream[-1]
-    normed = isinstance(output, Tensor) and output.shape == last.shape and not torch.equal(output, last)
-    return [*stream, output.detach()] if normed else stream  # type: ignore[attr-defined]
+    if isinstance(output, Tensor) and output.shape == last.shape and not torch.equal(output, last):
+        return [*stream, output.detach()]
+    return stream
 
 
 @torch.inference_mode()
@@ -231,7 +232,7 @@ def block_statistics(
     """Statistics of a batch of normalised images, unmasked: a number per layer (the embedding first) or per Shortcut.
 
     Keys: entropy_columns, rank_columns, entropy_rows, rank_rows, token_norm (per layer); branch_ratio (per Shortcut,
-    the mean norm of the branch over that of the faded shortcut).
+    the mean norm of the branch over that of the decayed shortcut).
     """
     with evaluating(model), capture(model) as stream, capture_branches(model) as norms:
         (forward or trunk(model))(images)

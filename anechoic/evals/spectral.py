@@ -1,7 +1,7 @@
 """Spectral clustering across images: soft assignments that are, as nearly as can be, eigenvectors of one feature graph.
 
 Zhang, Yunis and Maire (2024), the version with one graph over the tokens of many images. It knows features, not images
-or labels; segment.py judges what it finds. (Figure 4.)
+or labels; segment.py scores what it finds. (Figure 4.)
 Legend: n tokens of a batch, N images, C channels of the assignment, S side of a table, h side of the token grid.
 """
 

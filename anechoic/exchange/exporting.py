@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors.torch import save_file
@@ -141,11 +141,11 @@ def as_plain_vit(model: Any) -> VisionTransformer:
         )
     normed = with_final_norm(model)
     if normed.norm is not None:
-        return fold(normed)  # type: ignore[return-value]
+        return cast(VisionTransformer, fold(normed))
     # The norm behind the mean is all that reads the stream, so the stream may end in any scale and starts in its own.
     assert normed.head_norm is not None
     stream = Stream((*normed.stream().events, Read(norms=(normed.head_norm,))), ends_raw=False)
-    return fold_along(normed, stream)  # type: ignore[return-value]
+    return cast(VisionTransformer, fold_along(normed, stream))
 
 
 def with_final_norm(model: VisionTransformer) -> VisionTransformer:
@@ -159,7 +159,7 @@ def with_final_norm(model: VisionTransformer) -> VisionTransformer:
         )
     if config.norm or model.head_norm is not None:
         return model
-    eps = [float(norm.eps) for norm in model.norms()]  # type: ignore[arg-type]
+    eps = [norm.eps for norm in model.norms()]
     normed: Any = build(dataclasses.replace(config, norm=True, norm_eps=(*eps, 1e-6)))
     normed.load_state_dict({**normed.state_dict(), **model.state_dict()})
     return normed.to(next(model.parameters()).device).eval()
@@ -196,14 +196,14 @@ def eps_by_norm(plain: VisionTransformer) -> dict[str, float]:
     """timm's name of each norm -> its eps, in execution order."""
     names = [f"blocks.{i}.norm{k}" for i in range(plain.config.depth) for k in (1, 2)]
     names += ["fc_norm" if plain.norm is None else "norm"]
-    return dict(zip(names, (float(norm.eps) for norm in plain.norms()), strict=True))  # type: ignore[arg-type]
+    return dict(zip(names, (norm.eps for norm in plain.norms()), strict=True))
 
 
 def with_one_eps(plain: VisionTransformer, eps: float) -> VisionTransformer:
     """What a program computes that knows a single eps."""
     copied = copy.deepcopy(plain)
     for norm in copied.norms():
-        norm.eps = eps  # type: ignore[assignment]
+        norm.eps = eps
     return copied
 
 
@@ -217,7 +217,7 @@ def _differences(model: VisionTransformer, plain: VisionTransformer, images: Ten
 
 def common_eps(plain: VisionTransformer) -> float:
     """The eps for programs that have one: the first norm's, which no decay has scaled."""
-    return float(plain.norms()[0].eps)  # type: ignore[arg-type]
+    return plain.norms()[0].eps
 
 
 def to_timm(model: Any, folder: Path, images: Tensor) -> Exported:

@@ -25,6 +25,7 @@ from anechoic.shortcut import (
     AlphaMin,
     Branch,
     Event,
+    Form,
     Read,
     Shortcut,
     Slot,
@@ -48,7 +49,7 @@ class NetworkConfig:
     in_channels: int = 3
     alpha_min: AlphaMin = 1.0
     schedule: str | tuple[float, ...] = "linear"
-    form: str = "identity"
+    form: Form = "identity"
     zero_init: bool | None = False
 
     def __post_init__(self) -> None:
@@ -444,16 +445,16 @@ class Network(nn.Module):
         """The residual stream, for surgery."""
         raise AssertionError("each network describes its own stream")
 
-    def norms(self) -> list[nn.Module]:
+    def norms(self) -> list[nn.LayerNorm]:
         """Every norm that has an eps of its own in the config, in execution order."""
         raise AssertionError("each network lists its own norms")
 
     def current_config(self) -> NetworkConfig:
         """The config with every eps as it is now: a network built from it takes this one's state dict."""
-        eps = tuple(float(norm.eps) for norm in self.norms())  # type: ignore[arg-type]
-        if not eps or (len(set(eps)) == 1 and eps[0] == self.config.norm_eps):  # type: ignore[attr-defined]
-            return self.config
-        return dataclasses.replace(self.config, norm_eps=eps)  # type: ignore[call-arg]
+        eps, config = tuple(norm.eps for norm in self.norms()), self.config
+        if not eps or not isinstance(config, TransformerConfig) or set(eps) == {config.norm_eps}:
+            return config
+        return dataclasses.replace(config, norm_eps=eps)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         check_marks(self, state_dict)

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -286,9 +286,10 @@ class MaskedAutoencoder(Network):
         return x
 
     def current_config(self) -> NetworkConfig:
-        return dataclasses.replace(super().current_config(), position_scale=self.encoder.position_scale)  # type: ignore[call-arg]
+        config = cast(MAEConfig, super().current_config())
+        return dataclasses.replace(config, position_scale=self.encoder.position_scale)
 
-    def norms(self) -> list[nn.Module]:
+    def norms(self) -> list[nn.LayerNorm]:
         return self.encoder.norms()
 
     def stream(self) -> Stream:

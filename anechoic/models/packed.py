@@ -85,16 +85,16 @@ class PackedBlock:
         if rows is not None:
             q, x = q[:, :, :rows], x[:, :rows].contiguous()
         attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, -1, D)
-        x = self.proj.added_to(faded(x, self.alphas[0]), attended)
+        x = self.proj.added_to(decayed(x, self.alphas[0]), attended)
         hidden = self.fc1(self.norms[1](x), gelu=self.gelu)
-        return self.fc2.added_to(faded(x, self.alphas[1]), hidden)
+        return self.fc2.added_to(decayed(x, self.alphas[1]), hidden)
 
 
 def beta(shortcut: Shortcut) -> float:
     return shortcut.factors[1]
 
 
-def faded(x: Tensor, alpha: float) -> Tensor:
+def decayed(x: Tensor, alpha: float) -> Tensor:
     return x if alpha == 1 else x.mul_(alpha)
 
 

@@ -121,7 +121,7 @@ class ResNet(Network):
             x = block(x)
         return self.fc(x.mean(dim=(2, 3)))
 
-    def norms(self) -> list[nn.Module]:
+    def norms(self) -> list[nn.LayerNorm]:
         """None: a batch norm reads a convolution, not the stream, so its eps never changes."""
         return []
 

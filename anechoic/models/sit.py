@@ -162,8 +162,8 @@ class SiT(Network):
         patches = self.predictor(modulate(self.norm(h), shift, scale))
         return unpatchify(patches, p, grid)[:, : self.config.in_channels]
 
-    def norms(self) -> list[nn.Module]:
-        inner: list[nn.Module] = [norm for block in self.blocks for norm in (block.norm1, block.norm2)]
+    def norms(self) -> list[nn.LayerNorm]:
+        inner: list[nn.LayerNorm] = [norm for block in self.blocks for norm in (block.norm1, block.norm2)]
         return [*inner, self.norm]
 
     def stream(self) -> Stream:

@@ -144,8 +144,8 @@ class UViT(Network):
             tokens.insert(0, self.label_embed(rows)[:, None])
         return torch.cat(tokens, dim=1) + self.positions
 
-    def norms(self) -> list[nn.Module]:
-        inner: list[nn.Module] = [norm for block in self.blocks for norm in (block.norm1, block.norm2)]
+    def norms(self) -> list[nn.LayerNorm]:
+        inner: list[nn.LayerNorm] = [norm for block in self.blocks for norm in (block.norm1, block.norm2)]
         return [*inner, self.norm]
 
     def stream(self) -> Stream:

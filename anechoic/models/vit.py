@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -157,10 +157,11 @@ class VisionTransformer(Network):
         return of_class, of_patches
 
     def current_config(self) -> NetworkConfig:
-        return dataclasses.replace(super().current_config(), position_scale=self.position_scale)  # type: ignore[call-arg]
+        config = cast(ViTConfig, super().current_config())
+        return dataclasses.replace(config, position_scale=self.position_scale)
 
-    def norms(self) -> list[nn.Module]:
-        inner: list[nn.Module] = [norm for block in self.blocks for norm in (block.norm1, block.norm2)]
+    def norms(self) -> list[nn.LayerNorm]:
+        inner: list[nn.LayerNorm] = [norm for block in self.blocks for norm in (block.norm1, block.norm2)]
         return inner + [norm for norm in (self.norm, self.head_norm) if norm is not None]
 
     def stream(self) -> Stream:

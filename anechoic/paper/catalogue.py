@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from anechoic.errors import UserError, nearest_name
-from anechoic.paper import crossover, full, pocket
+from anechoic.paper import crossover, full, hands, pocket
 from anechoic.paper.grids import Grid, Variant
 
-SCALES = {
-    "pocket": ({**pocket.GRIDS, **crossover.GRIDS}, {**pocket.GROUPS, **crossover.GROUPS}),
-    "full": (full.GRIDS, full.GROUPS),
-}
+# Scale -> the modules whose GRIDS and GROUPS it has.
+SCALES: dict[str, tuple[Any, ...]] = {"pocket": (pocket, crossover, hands), "full": (full,)}
 
 
 def choose(what: str, scale: str) -> list[Grid]:
     """One grid, or all of a scale in the paper's order."""
-    grids, _ = SCALES[scale]
+    grids = {name: grid for module in SCALES[scale] for name, grid in module.GRIDS.items()}
     if what == "all":
         return list(grids.values())
     if what not in grids:
@@ -25,4 +24,4 @@ def choose(what: str, scale: str) -> list[Grid]:
 
 
 def variants(grid: Grid, scale: str) -> Mapping[str, Variant]:
-    return SCALES[scale][1][grid.group]()
+    return next(module.GROUPS[grid.group] for module in SCALES[scale] if grid.group in module.GROUPS)()

@@ -1,4 +1,4 @@
-"""The map of when fading shortcuts pay: pairs that differ in alpha alone, over length, settings, remedies and depth.
+"""The map of when decayed shortcuts pay: pairs that differ in alpha alone, over length, settings, remedies and depth.
 
 Everything not said here is the pocket protocol of pocket.py.
 """

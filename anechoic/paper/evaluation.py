@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from anechoic.data import Subset
-from anechoic.evals.encoders import Encoder, run_encoder
+from anechoic.data import Subset, open_source
+from anechoic.evals.encoders import Encoder, baselines, flat, run_encoder
 from anechoic.evals.evaluator import EvalSpec, Evaluation, Evaluator, Subject
 from anechoic.evals.features import Pooling
 from anechoic.evals.labelled import Labelled, evenly, open_labelled
@@ -61,6 +61,8 @@ def evaluate_encoder(run_dir: Path, plan: EvalPlan, *, seed: int) -> dict[str, A
         metrics["probe_layers"] = {str(row["layer"]): 100 * row["probe"] for row in probes.rows}
     metrics["rank"] = metrics["layers"]["mean"]["rank"][-1]
     metrics["entropy"] = metrics["layers"]["mean"]["entropy"][-1]
+    if plan.retrieval:
+        add_retrieval(metrics, encoder, plan, seed=seed)
     if plan.checkpoints:
         spec = EvalSpec(("knn", "knn_standardised", "rank"), **common)
         metrics["over_time"] = [
@@ -69,6 +71,32 @@ def evaluate_encoder(run_dir: Path, plan: EvalPlan, *, seed: int) -> dict[str, A
     if plan.pictures:
         metrics["pictures"] = keep_pictures(encoder, subject, seed=seed)
     return metrics
+
+
+def add_retrieval(metrics: dict[str, Any], encoder: Encoder, plan: EvalPlan, *, seed: int) -> None:
+    """The same thing by another hand: of every layer and token, and of what needs no training or keeps the layout."""
+    source = open_source(plan.retrieval, channels=encoder.channels)
+    drawings = Labelled(None, source, None, None)
+    poolings: tuple[Pooling, ...] = tuple(metrics["layers"])
+    names = ("retrieval", "retrieval_standardised", "retrieval_whitened")
+    every = EvalSpec(names, layers="all", poolings=poolings)
+    subject = Evaluator(every, cached=False).extract(encoder, drawings)
+    found = Evaluator(every).measure(subject)
+    votes = EvalSpec(("group_vote",), poolings=poolings, neighbours=(plan.neighbours,))
+    groups = Evaluator(votes).measure(subject)
+    for pooling in poolings:
+        for name in names:
+            values = [100 * value for value in found.column(name, pooling=pooling)]
+            metrics["layers"][pooling][name] = values
+            metrics[f"{name}_{pooling}"] = values[-1]
+        metrics[f"group_vote_{pooling}"] = 100 * groups.value("group_vote", pooling=pooling)
+    plain = ("retrieval", "retrieval_standardised", "group_vote")
+    untrained, pixels, _ = baselines(encoder, seed=seed)
+    metrics["beside"] = {}
+    for other in (flat(encoder), *((untrained, pixels) if plan.baselines else ())):
+        spec = EvalSpec(plain, poolings=poolings if other is untrained else ("mean",))
+        rows = Evaluator(spec, cached=False).run(other, drawings).rows
+        metrics["beside"][other.name] = {f"{key}_{row['pooling']}": 100 * row[key] for row in rows for key in plain}
 
 
 def by_layer(found: Evaluation, pooling: str) -> dict[str, list[float]]:
@@ -121,7 +149,6 @@ def evaluate_denoiser(run_dir: Path, plan: EvalPlan, *, source: str, seed: int) 
 
 def compare_samples(run_dir: Path, plan: EvalPlan, *, real: str, seed: int) -> dict[str, Any]:
     """Frechet distance and its companions of `samples` images to at most four times as many real ones."""
-    from anechoic.data import open_source
     from anechoic.diffusion.generation import Request, generate, image_batches
     from anechoic.evals.extractors import extractor_named
     from anechoic.evals.frechet import compare, measure_images

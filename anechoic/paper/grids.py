@@ -12,6 +12,8 @@ from anechoic.config import Config
 from anechoic.paper.sweep import seeded
 from anechoic.paper.trial import EvalPlan, Trial
 
+KNN_PANELS = {"layers.mean.knn": "k-NN, mean token (%)", "layers.class.knn": "k-NN, class token (%)"}
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -48,12 +50,18 @@ class Grid:
     """how its page draws it"""
     baselines: Sequence[str] = ()
     """variants that have no row of their own but that rows are compared with"""
+    first_seed: int = 0
+    """seeds are counted from here: a claim is made with seeds that no choice has seen"""
+    panels: Mapping[str, str] = field(default_factory=lambda: KNN_PANELS)
+    """lists of numbers, one per layer, that a page of kind blocks or early draws: key in a record -> title"""
 
     def needed(self) -> list[str]:
         """Every variant that its page is made of, once."""
         return list(dict.fromkeys([self.baseline, *(row.variant for row in self.rows), *self.baselines]))
 
-    def trials(self, variants: Mapping[str, Variant], seeds: Sequence[int]) -> list[Trial]:
+    def trials(self, variants: Mapping[str, Variant], count: int) -> list[Trial]:
+        """Of every variant, with so many seeds."""
+        seeds = range(self.first_seed, self.first_seed + count)
         return [
             trial
             for name in self.needed()

@@ -6,6 +6,7 @@ Numbers come from reading.py, pictures are drawn by anechoic.report.figures; not
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from anechoic.paper.statistics import (
     verdict,
 )
 from anechoic.report import figures
+
+PEAK_RATE = re.compile(r", peak rate [^,]*")
 
 
 def write_page(grid: Grid, results: Path, out: Path, *, command: str) -> Path:
@@ -227,7 +230,7 @@ def layers_body(grid: Grid, records: Records, out: Path) -> list[str]:
 
 def blocks_body(grid: Grid, records: Records, out: Path) -> list[str]:
     """Accuracy after every block, and what each row is ahead of the baseline at the same block."""
-    panels = {"layers.mean.knn": "k-NN, mean token (%)", "layers.class.knn": "k-NN, class token (%)"}
+    panels = grid.panels
     curves = {
         title: {
             row.label: [(float(i), e.mean, e.half or 0.0) for i, e in enumerate(records.curve(row.variant, key))]
@@ -236,7 +239,7 @@ def blocks_body(grid: Grid, records: Records, out: Path) -> list[str]:
         for key, title in panels.items()
     }
     figures.draw_estimates(curves, out / grid.name, xlabel="block (0: embedding)")
-    depth = max(1, *(len(points) for points in curves["k-NN, mean token (%)"].values()))
+    depth = max(1, *(len(points) for lines in curves.values() for points in lines.values()))
     lines = []
     for key, title in panels.items():
         lines += [line([f"{title}, after block", *map(str, range(depth))]), line(["---"] * (depth + 1))]
@@ -259,6 +262,21 @@ def early_body(grid: Grid, records: Records, out: Path) -> list[str]:
         "",
         *blocks_body(grid, records, out),
     ]
+
+
+def losses_body(grid: Grid, records: Records, out: Path) -> list[str]:
+    """Numbers whose third decimal matters, one line each; the smallest of those that differ in rate alone is bold."""
+    found = {row.label: records.mean(row.variant, next(iter(grid.metrics))) for row in grid.rows}
+    search = {label: PEAK_RATE.sub("", label) for label in found}
+    best = {
+        min((label for label in found if search[label] == name and found[label].n), key=lambda x: found[x].mean)
+        for name in {search[label] for label in found if found[label].n}
+    }
+    lines = [line(["", *grid.metrics.values(), "seeds"]), line(["---"] * (len(grid.metrics) + 2))]
+    for label, value in found.items():
+        shown = f"{value.mean:.4f}" if value.n else "not run"
+        lines.append(line([label, f"**{shown}**" if label in best else shown, str(value.n)]))
+    return lines
 
 
 def norms_body(grid: Grid, records: Records, out: Path) -> list[str]:
@@ -402,7 +420,7 @@ def pictures_body(grid: Grid, records: Records, out: Path) -> list[str]:
 
 
 def draw_kept(pictures: dict, kind: str, path: Path, title: str) -> Path:
-    from anechoic.paper.judging import unpacked
+    from anechoic.paper.evaluation import unpacked
 
     kept = pictures[kind]
     if kind == "map":
@@ -421,6 +439,7 @@ BODIES = {
     "layers": layers_body,
     "norms": norms_body,
     "blocks": blocks_body,
+    "losses": losses_body,
     "early": early_body,
     "length": length_body,
     "axes": axes_body,

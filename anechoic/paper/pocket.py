@@ -1,8 +1,8 @@
-"""The paper's tables and figures at pocket scale, and the map of when fading shortcuts pay: variants for two cores.
+"""The paper's tables and figures at pocket scale, and the map of when decayed shortcuts pay: variants for two cores.
 
 The protocol, fixed before the grid was run: CIFAR-100 at 32 pixels in patches of 8, the paper's random resized crops
 and flips, mask ratio 0.75, normalised pixels, AdamW with the paper's betas and weight decay, 5 % warm-up and a cosine,
-batch 128. Judged on frozen features: a weighted 20-NN vote (on the features as they are, and standardised) and a
+batch 128. Evaluated on frozen features: a weighted 20-NN vote (on the features as they are, and standardised) and a
 converged logistic regression, fitted to 5,000 training images and tested on 3,000 test images. Three seeds. Nothing is
 chosen on test labels: settings come from the paper and from the time there is.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from anechoic.config import (
     Config,
@@ -26,6 +26,7 @@ from anechoic.config import (
 from anechoic.paper.grids import Grid, Row, Variant
 from anechoic.paper.trial import EvalPlan
 from anechoic.recipes import recipe
+from anechoic.shortcut import Form
 
 SEEDS = (0, 1, 2)
 ALPHAS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
@@ -48,13 +49,13 @@ MODEL: dict[str, Any] = {
 
 
 def mae(
-    alpha_min: float | str = 1.0,
+    alpha_min: float | Literal["auto"] = 1.0,
     *,
     samples: int = SAMPLES,
     batch: int = 128,
     lr: float = 1e-3,
     source: str = TRAIN,
-    form: str = "identity",
+    form: Form = "identity",
     schedule: str = "linear",
     anneal: float = 0.0,
     constant_lr: bool = False,
@@ -76,7 +77,7 @@ def mae(
             workers=0,
         ),
         model=ModelConfig("mae_tiny_patch4", {**MODEL, **options}),
-        shortcut=ShortcutConfig(alpha_min=alpha_min, form=form, schedule=schedule, anneal=anneal),  # type: ignore[arg-type]
+        shortcut=ShortcutConfig(alpha_min=alpha_min, form=form, schedule=schedule, anneal=anneal),
         optim=OptimConfig(batch_size=batch, samples=samples, lr=lr, schedule="constant" if constant_lr else "cosine"),
         monitor=MonitorConfig(every=max(samples // 5, batch), report=max(samples // 40, batch)),
         save=SaveConfig(
@@ -192,7 +193,7 @@ FIG5 = Grid(
 BLOCKS = Grid(
     name="blocks",
     title="The map: accuracy after every block",
-    claim="Fading shortcuts let features become abstract with depth.",
+    claim="Decayed shortcuts let features become abstract with depth.",
     group="mae",
     rows=[row for row in TABLE2.rows if row.variant in ("alpha1", "alpha0.8", "alpha0.6")],
     metrics=PROBES,

@@ -25,7 +25,7 @@ from anechoic.config import Config, from_json, settings, to_json
 from anechoic.errors import UserError
 from anechoic.paper.trial import EvalPlan, Trial, clean, finished, last_seen, trial_from_json
 from anechoic.runtime.children import Children
-from anechoic.runtime.run import read_json, write_json
+from anechoic.runtime.files import read_json, write_json
 
 ATTEMPTS = 2
 POLL = 0.2
@@ -182,8 +182,8 @@ def outdated(run_dir: Path, trial: Trial) -> bool:
         before = trial_from_json(read_json(run_dir / "trial.json"))
     except UserError:
         return False  # another version's: what cannot be read is not deleted, and the engine says what it misses
-    judged_before = (run_dir / "run" / "results.json").exists() and not (run_dir / "run" / "checkpoints").exists()
-    return before.config != trial.config or (trial.evaluation.checkpoints and judged_before)
+    evaluated_before = (run_dir / "run" / "results.json").exists() and not (run_dir / "run" / "checkpoints").exists()
+    return before.config != trial.config or (trial.evaluation.checkpoints and evaluated_before)
 
 
 def conclude(job: Job, folders: Folders, progress: Progress, attempts: dict[str, int], waiting: list[Trial]) -> None:

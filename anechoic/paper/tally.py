@@ -1,4 +1,4 @@
-"""The search for a setting in which fading shortcuts pay: every pair that was run in one table, and what it cost.
+"""The search for a setting in which decayed shortcuts pay: every pair that was run in one table, and what it cost.
 
 Numbers come from reading.py, as on the other pages; a line here repeats what its own page shows in full.
 """
@@ -21,7 +21,7 @@ MEASURES = {
     "probe_class": "probe, class",
 }
 ENOUGH = 3  # seeds that make a lead worth calling one
-# Rows of these grids that change something else than the fading of shortcuts.
+# Rows of these grids that change something else than the decay of shortcuts.
 OTHERS = ("branch", "both")
 
 

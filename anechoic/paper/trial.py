@@ -20,10 +20,9 @@ from anechoic.config import Config, Count, Section, Share, Whole, from_json, fro
 from anechoic.errors import NotFiniteError, UserError
 from anechoic.outcome import SCHEMA, commit, machine
 from anechoic.runtime.children import end_with_whoever_started_me
-from anechoic.runtime.run import VALIDATION, read_json, read_metrics, write_json
+from anechoic.runtime.files import read_json, write_json
+from anechoic.runtime.run import VALIDATION, read_metrics
 
-# Sources that are no files, such as digits:train: they are the same on every machine.
-EMBEDDED = ("digits", "scenes", "hf")
 # Of what is measured on held-out samples during training, what a record keeps.
 MONITORED = (
     "held_out_loss",
@@ -60,6 +59,10 @@ class EvalPlan(Section):
     """layers whose mean token is probed too"""
     checkpoints: bool = False
     """evaluate every kept checkpoint by k-NN, not the last one alone"""
+    retrieval: str = ""
+    """drawings of things by several hands, such as emoji, whose twins are searched across hands"""
+    baselines: bool = False
+    """search them by raw pixels and by an untrained network too"""
     samples: Whole = 0
     """images a denoiser makes to be compared with the real ones; 0 makes none"""
     real: str = ""
@@ -102,7 +105,10 @@ def trial_from_json(values: dict[str, Any]) -> Trial:
 
 
 def is_file(source: str) -> bool:
-    return bool(source) and source.partition(":")[0] not in EMBEDDED
+    """Whether the source is files; those with a name, such as digits:train, are the same on every machine."""
+    from anechoic.data import NAMED
+
+    return bool(source) and source.partition(":")[0] not in NAMED
 
 
 def located(source: str, root: Path) -> str:
@@ -120,6 +126,7 @@ def localised(trial: Trial, root: Path) -> Trial:
             evaluation,
             train=located(evaluation.train, root),
             test=located(evaluation.test, root),
+            retrieval=located(evaluation.retrieval, root),
             real=located(evaluation.real, root),
         ),
     )

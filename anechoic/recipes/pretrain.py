@@ -10,12 +10,12 @@ from typing import Any, Literal
 from anechoic.config import Config, DataConfig, ModelConfig, OptimConfig, ShortcutConfig, budget, default_holdout
 from anechoic.errors import UserError
 
-# When fading shortcuts pay (docs/when-does-it-pay.md). In every run measured here, all of them far shorter than this,
+# When decayed shortcuts pay (docs/when-does-it-pay.md). In every run measured here, all of them far shorter than this,
 # an encoder of depth 6 or more was better off with plain ones; the paper gained after 98,000 updates. Half of that, by
 # the order of magnitude, is where the benefit of the doubt changes sides.
 CROSSOVER_UPDATES = 50_000
 # Pixels of images smaller than this tell their class nearly by themselves: an echo of them is worth keeping.
-SMALLEST_SIDE_TO_FADE = 16
+SMALLEST_SIDE_TO_DECAY = 16
 # A masked autoencoder keeps learning for hundreds of epochs; a processor gets as much of it as fits an afternoon.
 ACCELERATOR_EPOCHS, PROCESSOR_SAMPLES = 800, 500_000
 LARGEST_SIDE, LARGEST_SIDE_ON_PROCESSOR = 224, 64
@@ -111,5 +111,5 @@ def choose_alpha_min(updates: int, *, image_size: int, skips: bool) -> float | L
 
     Without skips to the decoder the deepest layer has to remember the image, and decay is never right.
     """
-    pays = updates >= CROSSOVER_UPDATES and image_size >= SMALLEST_SIDE_TO_FADE and skips
+    pays = updates >= CROSSOVER_UPDATES and image_size >= SMALLEST_SIDE_TO_DECAY and skips
     return "auto" if pays else 1.0

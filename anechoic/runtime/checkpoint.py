@@ -17,24 +17,23 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from anechoic.errors import UserError
 from anechoic.models import family_of, to_json
-from anechoic.models.layers import check_marks
+from anechoic.models.layers import Network, check_marks
 from anechoic.models.preprocess import Preprocess
 from anechoic.runtime.card import FORMAT, network_of
 from anechoic.runtime.files import (
     checksum,
     flush,
-    read_object,
     remove,
     sealed,
     unsealed,
     write_aside,
     write_json,
 )
-from anechoic.runtime.untrusted import reason
+from anechoic.runtime.untrusted import read_table, reason
 
 log = logging.getLogger("anechoic")
 
@@ -49,9 +48,9 @@ class DamagedError(Exception):
 # ---- writing
 
 
-def model_card(model: nn.Module, preprocess: Preprocess) -> dict[str, Any]:
+def model_card(model: Network, preprocess: Preprocess) -> dict[str, Any]:
     """What `config.json` says beside the weights."""
-    config = to_json(model.config)  # type: ignore[arg-type]
+    config = to_json(model.config)
     return {"format": FORMAT, "family": config["family"], "config": config, "preprocess": preprocess.to_json()}
 
 
@@ -196,7 +195,7 @@ def write_model(path: Path, tensors: Mapping[str, Tensor], card: Mapping[str, An
 def _weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The weights to use and the card of a model directory or checkpoint."""
     name = "ema" if (path / "ema.safetensors").exists() else "model"
-    card = read_object(path / "config.json")
+    card = read_table(path / "config.json")
     try:
         expected = card.pop(WEIGHTS_CHECKSUM, None)
         if expected is not None and checksum(path / f"{name}.safetensors") != expected:

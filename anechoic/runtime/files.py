@@ -18,8 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from anechoic.errors import UserError
-from anechoic.runtime.untrusted import MAX_JSON_BYTES, open_regular, read_regular, reason
+from anechoic.runtime.untrusted import open_regular, parse_json, read_text
 
 # What is being written, and what is being deleted. Only a killed process leaves such names behind.
 NEW, OLD = ".new-", ".old-"
@@ -139,17 +138,5 @@ def unsealed(value: Any) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> Any:
-    try:
-        return json.loads(read_regular(path, limit=MAX_JSON_BYTES))
-    except (OSError, ValueError, RecursionError) as problem:
-        raise UserError(
-            f"{path} cannot be read ({reason(problem)}): it is no run or model directory of anechoic."
-        ) from problem
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """As `read_json`, for a file that must hold a JSON object."""
-    value = read_json(path)
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object: restore it, or make it anew.")
-    return value
+    """Any JSON value; a file that must hold an object is read by `untrusted.read_table`."""
+    return parse_json(read_text(path), where=str(path))

@@ -26,14 +26,12 @@ from anechoic.runtime.files import (
     digest_of,
     flush,
     read_json,
-    read_object,
     sealed,
     sweep_leftovers,
     unsealed,
     write_json,
 )
-
-__all__ = ["CLOCK_FIELDS", "Run", "read_json", "read_metrics", "write_json"]
+from anechoic.runtime.untrusted import read_table
 
 log = logging.getLogger("anechoic")
 
@@ -88,7 +86,7 @@ def read_frozen_config(path: Path) -> dict[str, Any] | None:
             raise UserError(f"{file} is missing and has no copy in env.json: restore it, or choose another directory.")
         return None
     try:
-        config = read_object(file)
+        config = read_table(file)
     except UserError:
         if copy is None:
             raise
@@ -260,7 +258,7 @@ class Run:
     def results(self) -> dict[str, Any] | None:
         """What the run ended with, or None if it has not ended."""
         path = self.path / "results.json"
-        return read_object(path) if path.exists() else None
+        return read_table(path) if path.exists() else None
 
     def damage(self) -> str | None:
         """Why a run that has ended is not whole any more; None if it is."""
@@ -278,7 +276,7 @@ class Run:
 
 def _readable(path: Path) -> bool:
     try:
-        read_object(path)
+        read_table(path)
     except UserError:
         return False
     return True

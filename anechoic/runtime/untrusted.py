@@ -61,13 +61,17 @@ def read_table(path: str | Path) -> dict[str, Any]:
     return parse_table(read_text(path), where=str(path))
 
 
-def parse_table(text: str | bytes, *, where: str) -> dict[str, Any]:
+def parse_json(text: str | bytes, *, where: str) -> Any:
     try:
-        value = json.loads(text)
+        return json.loads(text)
     except RecursionError as problem:
         raise UserError(f"{where} is not valid JSON (nested too deeply).") from problem
     except ValueError as problem:
         raise UserError(f"{where} is not valid JSON ({reason(problem)}).") from problem
+
+
+def parse_table(text: str | bytes, *, where: str) -> dict[str, Any]:
+    value = parse_json(text, where=where)
     if not isinstance(value, dict):
         raise UserError(f"{where} holds a JSON {type(value).__name__}, not an object of names and values.")
     return value

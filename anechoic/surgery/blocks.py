@@ -58,7 +58,7 @@ class Twin:
 
 StreamOf = Callable[[Any], Stream]
 
-_twins: dict[type, type] = {}
+_twins: dict[type, type[Twin]] = {}
 _streams: dict[type, StreamOf] = {}
 _kept_plain: set[type] = set()
 _refusals: dict[type, str] = {}
@@ -202,7 +202,7 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 def _join_block(block: Any) -> None:
     twin = _twins[type(block)]
-    _check_parts(block, twin.parts)  # type: ignore[attr-defined]
+    _check_parts(block, twin.parts)
     block.__class__ = twin
     for name, kind in zip(_shortcut_names(block), block.kinds, strict=True):
         block.add_module(name, Shortcut(kind=kind))

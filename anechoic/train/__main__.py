@@ -12,7 +12,7 @@ from anechoic.runtime.children import end_with_whoever_started_me
 def main(arguments: list[str]) -> int:
     end_with_whoever_started_me()  # before torch is imported, which takes seconds
     from anechoic.config import from_json
-    from anechoic.runtime.run import read_json
+    from anechoic.runtime.files import read_json
     from anechoic.train.engine import fit
 
     config_file, run_dir = map(Path, arguments)

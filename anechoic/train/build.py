@@ -17,7 +17,8 @@ from anechoic.data.latents import Latents, is_latents
 from anechoic.errors import UserError
 from anechoic.models import build_model, model_config
 from anechoic.models.preprocess import Preprocess
-from anechoic.train.objectives import NEED_LABELS, TRAINS, make_objective
+from anechoic.train.muon import Muon
+from anechoic.train.objectives import OBJECTIVES, make_objective
 from anechoic.train.optim import parameter_groups
 
 
@@ -26,10 +27,15 @@ def open_data(config: Config) -> Source:
     data = config.data
     if not data.source:
         raise UserError("No data is given: name it with --data.source.")
-    labels = data.labels or config.monitor.knn > 0 or config.objective.name in NEED_LABELS
+    labels = data.labels or config.monitor.knn > 0 or needs_labels(config)
     if is_latents(data.source):
         return Latents(data.source, labels=labels)
     return open_source(data.source, labels=labels, channels=data.channels, size=data.image_size)
+
+
+def needs_labels(config: Config) -> bool:
+    entry = OBJECTIVES.get(config.objective.name)
+    return entry is not None and entry.labels
 
 
 def model_options(config: Config) -> dict[str, Any]:
@@ -51,7 +57,7 @@ def make_model(config: Config) -> Any:
 def check(config: Config) -> None:
     """Refuse a misspelt model, option or objective before any data is opened; nothing is allocated."""
     make_objective(config.objective.name, **config.objective.options)
-    wanted = TRAINS.get(config.objective.name, "")
+    wanted = OBJECTIVES[config.objective.name].trains
     if not config.model.name.startswith(wanted):
         raise UserError(
             f"{config.objective.name} trains a {wanted} model, not {config.model.name}: choose one of those."
@@ -59,8 +65,8 @@ def check(config: Config) -> None:
     model_config(config.model.name, **model_options(config))
     if config.compile and config.shortcut.anneal:
         raise UserError(
-            "A compiled network has its alphas built in, so they cannot fade in: set shortcut.anneal to 0 or compile "
-            "to false."
+            "A compiled network has its alphas built in, so they cannot be annealed: set shortcut.anneal to 0 or "
+            "compile to false."
         )
 
 
@@ -81,15 +87,18 @@ def describe(config: Config, model: nn.Module, run_dir: Path, *, seen: int) -> s
     )
 
 
-def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
-    """AdamW, one fused kernel per group of parameters."""
+def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW, one fused kernel per group of parameters; or Muon, with AdamW for what is no matrix of the body."""
     groups = parameter_groups(
         model,
+        algorithm=optim.algorithm,
         weight_decay=optim.weight_decay,
         decayed=optim.decayed,
         exempt=optim.exempt,
         layer_decay=optim.layer_decay,
     )
+    if optim.algorithm == "muon":
+        return Muon(groups, momentum=optim.momentum, betas=optim.betas, eps=optim.eps)
     return torch.optim.AdamW(groups, lr=0.0, betas=optim.betas, eps=optim.eps, fused=True)
 
 

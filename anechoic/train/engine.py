@@ -1,6 +1,6 @@
 """Training: `fit(config, run_dir)`, one loop for every objective, that goes on bit for bit where it was stopped.
 
-It knows every other room and has no classes to inherit from; loss, schedule, averages and judges are defined elsewhere.
+It has no classes to inherit from; loss, schedule, averages and metrics are defined elsewhere.
 Progress is `seen`, the number of samples of finished updates; every interval and budget is counted in it. (Appendix A.)
 """
 

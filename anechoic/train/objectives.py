@@ -1,7 +1,7 @@
 """What training minimises: callables (model, batch, draws) -> {"loss": scalar, ...}, by name.
 
 An objective holds no state and knows no loop; whatever is random comes from the batch's draws, one stream per sample.
-Other rooms add theirs to OBJECTIVES. (Section 4.)
+A new one is a row of OBJECTIVES. (Section 4.)
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -56,18 +56,22 @@ def supervised(*, label_smoothing: float = 0.0) -> Objective:
     return loss
 
 
-# Name -> "module:function" of the builder, which takes the objective's options as keywords.
-OBJECTIVES: dict[str, str] = {
-    "masked_reconstruction": "anechoic.train.objectives:masked_reconstruction",
-    "supervised": "anechoic.train.objectives:supervised",
-    "finetuning": "anechoic.train.finetuning:finetuning",
-    "noise_prediction": "anechoic.diffusion.process:noise_prediction",
-    "flow_matching": "anechoic.diffusion.process:flow_matching",
+class Entry(NamedTuple):
+    """builder: "module:function", which takes the objective's options as keywords. trains: the beginning of the model's
+    name, where it cannot train any network. labels: it reads them, so the engine asks the data for them."""
+
+    builder: str
+    trains: str = ""
+    labels: bool = False
+
+
+OBJECTIVES = {
+    "masked_reconstruction": Entry("anechoic.train.objectives:masked_reconstruction", trains="mae_"),
+    "supervised": Entry("anechoic.train.objectives:supervised", labels=True),
+    "finetuning": Entry("anechoic.train.finetuning:finetuning", labels=True),
+    "noise_prediction": Entry("anechoic.diffusion.process:noise_prediction"),
+    "flow_matching": Entry("anechoic.diffusion.process:flow_matching"),
 }
-# What an objective can train, where that is not any network: the beginning of the model's name.
-TRAINS = {"masked_reconstruction": "mae_"}
-# These read labels, so the engine asks the data for them.
-NEED_LABELS = {"supervised", "finetuning"}
 
 
 def make_objective(name: str, *, preprocess: Preprocess | None = None, **options: Any) -> Objective:
@@ -78,7 +82,7 @@ def make_objective(name: str, *, preprocess: Preprocess | None = None, **options
     """
     if name not in OBJECTIVES:
         raise UserError(f"There is no objective {name!r}; {nearest_name(name, OBJECTIVES)}")
-    module, _, function = OBJECTIVES[name].partition(":")
+    module, _, function = OBJECTIVES[name].builder.partition(":")
     builder = getattr(import_module(module), function)
     parameters = list(inspect.signature(builder).parameters)
     known = [parameter for parameter in parameters if parameter != "preprocess"]

@@ -1,4 +1,4 @@
-"""How weights move: parameter groups of AdamW, the learning rate as a function of samples seen, averaged weights.
+"""How weights move: groups of parameters, the learning rate as a function of samples seen, averaged weights.
 
 It does not know the loop, the data or the models beyond the names of their parameters. (Appendix A.)
 """
@@ -15,9 +15,12 @@ from torch import Tensor, nn
 
 from anechoic.errors import UserError
 
+Algorithm = Literal["adamw", "muon"]
 Decayed = Literal["matrices", "all"]
 FIRST_LAYER = ("class_token", "positions", "patch_embed")
 BLOCK = re.compile(r"(?:^|\.)blocks\.(\d+)\.")
+# Of encoders, decoders, in and out, in the middle, and what feeds a decoder.
+BODY = re.compile(r"(?:^|\.)(?:\w+_)?(?:blocks?|skips)\.")
 
 
 def is_decayed(name: str, parameter: Tensor, *, decayed: Decayed = "matrices", exempt: Sequence[str] = ()) -> bool:
@@ -35,24 +38,36 @@ def layer_of(name: str, depth: int) -> int:
     return depth + 1 if block is None else int(block[1]) + 1
 
 
+def is_body_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether Muon moves it: a matrix of a block or skip, not an embedding, token, head, norm or bias."""
+    return parameter.ndim == 2 and BODY.search(name) is not None
+
+
 def parameter_groups(
     model: nn.Module,
     *,
     weight_decay: float,
+    algorithm: Algorithm = "adamw",
     decayed: Decayed = "matrices",
     exempt: Sequence[str] = (),
     layer_decay: float = 1.0,
 ) -> list[dict[str, Any]]:
-    """AdamW's groups: parameters that share weight decay and learning-rate scale, layer_decay^(depth + 1 - layer)."""
+    """Parameters that share algorithm, weight decay and learning-rate scale, layer_decay^(depth + 1 - layer)."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not named:
         raise UserError("The model has no parameter to train.")
     depth = max((int(found[1]) + 1 for name, _ in named if (found := BLOCK.search(name))), default=0)
-    groups: dict[tuple[float, float], dict[str, Any]] = {}
+    if algorithm == "muon" and not any(is_body_matrix(name, parameter) for name, parameter in named):
+        raise UserError(
+            "Muon moves the matrices of a transformer's blocks and this model has none: set optim.algorithm to adamw."
+        )
+    groups: dict[tuple[str, float, float], dict[str, Any]] = {}
     for name, parameter in named:
         scale = layer_decay ** (depth + 1 - layer_of(name, depth))
         decay = weight_decay if is_decayed(name, parameter, decayed=decayed, exempt=exempt) else 0.0
-        group = groups.setdefault((scale, decay), {"params": [], "names": [], "weight_decay": decay, "lr_scale": scale})
+        mover = "muon" if algorithm == "muon" and is_body_matrix(name, parameter) else "adamw"
+        new = {"params": [], "names": [], "weight_decay": decay, "lr_scale": scale, "algorithm": mover}
+        group = groups.setdefault((mover, scale, decay), new)
         group["params"].append(parameter)
         group["names"].append(name)
     return list(groups.values())
@@ -61,7 +76,7 @@ def parameter_groups(
 def match_scales(
     groups: Iterable[Mapping[str, Any]], factors: Mapping[str, float], *, eps: float = 1e-8
 ) -> list[dict[str, Any]]:
-    """Split AdamW's groups so that a parameter which is c times another network's moves c times as far.
+    """Split the groups so that a parameter which is c times another network's moves c times as far.
 
     Its gradient is 1 / c of the other's, so the step is the same with lr * c, eps / c and weight_decay / c. factors
     maps names to c (1 where absent), as surgery.weight_factors gives it for a network converted with preserve=True.
