@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install test quick lint demo fuzz clean
+.PHONY: install test quick lint demo fuzz crash-test clean
 
 install: $(VENV)/everything
 
@@ -37,6 +37,13 @@ FUZZ_INPUTS ?= 5000
 FUZZ_SEED ?= 1
 fuzz: install
 	$(BIN)/python tests/fuzzing.py --inputs $(FUZZ_INPUTS) --seed $(FUZZ_SEED)
+
+# Faults of every kind in real trainings, which must end as if nothing had happened. The seed is printed.
+CRASH_FAULTS ?= 200
+CRASH_TRAININGS ?= 35
+CRASH_SEED ?= 1
+crash-test: install
+	OMP_NUM_THREADS=1 $(BIN)/python tests/crashing.py --faults $(CRASH_FAULTS) --trainings $(CRASH_TRAININGS) --seed $(CRASH_SEED)
 
 demo: $(VENV)/core
 	$(BIN)/anechoic demo

@@ -416,11 +416,7 @@ def resolve(config: Config, *, size: int, fingerprint: str, accelerators: int, c
         )
     colour = data.channels == 3
     devices = config.devices or max(1, accelerators)
-    if optim.batch_size % (devices * optim.accumulate):
-        raise UserError(
-            f"A batch of {optim.batch_size} cannot be shared by {devices} devices in {optim.accumulate} parts: "
-            "choose optim.batch_size as a multiple of both."
-        )
+    check_shares(optim, devices)
     samples = budget(optim, size - holdout)
     return replace(
         config,
@@ -448,6 +444,14 @@ def resolve(config: Config, *, size: int, fingerprint: str, accelerators: int, c
         threads=config.threads or (1 if devices > 1 and not accelerators else cores),
         precision=config.precision or ("bfloat16" if accelerators else "float32"),
     )
+
+
+def check_shares(optim: OptimConfig, devices: int) -> None:
+    if optim.batch_size % (devices * optim.accumulate):
+        raise UserError(
+            f"A batch of {optim.batch_size} cannot be shared by {devices} devices in {optim.accumulate} parts: "
+            "choose optim.batch_size as a multiple of both."
+        )
 
 
 def budget(optim: OptimConfig, size: int) -> int:

@@ -10,6 +10,50 @@ import torch
 
 torch.set_num_threads(1)
 
+# Files whose tests train, start processes or compare with large peers: `make quick` leaves them out.
+SLOW = {
+    "test_anneal",
+    "test_bench_data",
+    "test_bench_speed",
+    "test_bench_train",
+    "test_checkpoint",
+    "test_crash",
+    "test_data_cache",
+    "test_data_loader",
+    "test_data_shards",
+    "test_demo",
+    "test_distributed",
+    "test_engine",
+    "test_evaluating",
+    "test_evaluator",
+    "test_exchange_export",
+    "test_faults",
+    "test_finetune",
+    "test_fuzz",
+    "test_generating",
+    "test_latents",
+    "test_latents_training",
+    "test_models",
+    "test_packed",
+    "test_paper_catalogue",
+    "test_paper_pages",
+    "test_paper_sweep",
+    "test_paper_trial",
+    "test_planning",
+    "test_probe",
+    "test_recipes",
+    "test_resume",
+    "test_sampling",
+    "test_surgery_continued",
+    "test_surgery_libraries",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.stem in SLOW:
+            item.add_marker("slow")
+
 
 @pytest.fixture(scope="session", autouse=True)
 def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -44,21 +44,21 @@ def test_alphas_go_from_one_to_their_own_values_in_a_straight_line():
 
 
 def test_a_run_begins_as_the_residual_one_and_ends_elsewhere(tmp_path):
-    """The first update of a faded-in run is that of alpha_min 1; later ones are not; the weights end with 0.5."""
-    runs = {"faded": config(anneal=0.5), "decayed": config()}
+    """The first update of an annealed run is that of alpha_min 1; later ones are not; the weights end with 0.5."""
+    runs = {"annealed": config(anneal=0.5), "decayed": config()}
     residual = config()
     runs["residual"] = Config(**{**residual.__dict__, "shortcut": ShortcutConfig(alpha_min=1.0)})
     losses = {}
     for name, wanted in runs.items():
         fit(wanted, tmp_path / name)
         losses[name] = [record["loss"] for record in read_metrics(tmp_path / name) if record["kind"] == "train"]
-    assert losses["faded"][0] == losses["residual"][0]
-    assert losses["faded"] not in (losses["residual"], losses["decayed"])
-    card = json.loads((tmp_path / "faded" / "model" / "config.json").read_text())
+    assert losses["annealed"][0] == losses["residual"][0]
+    assert losses["annealed"] not in (losses["residual"], losses["decayed"])
+    card = json.loads((tmp_path / "annealed" / "model" / "config.json").read_text())
     assert "0.5" in json.dumps(card)
 
 
-def test_a_stopped_run_fades_on_as_if_it_had_not_been_stopped(tmp_path):
+def test_a_stopped_run_anneals_on_as_if_it_had_not_been_stopped(tmp_path):
     import shutil
 
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
@@ -75,6 +75,6 @@ def test_a_stopped_run_fades_on_as_if_it_had_not_been_stopped(tmp_path):
     assert first == second
 
 
-def test_a_learnable_alpha_is_not_faded():
+def test_a_learnable_alpha_is_not_annealed():
     with pytest.raises(UserError, match="learnable"):
         Annealing([Shortcut(0.5, learnable=True)], share=0.5)

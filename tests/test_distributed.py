@@ -1,17 +1,24 @@
 """Two processes with half the batch each are one process with the whole batch."""
 
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from test_engine import BATCH, tiny_config, train_records
 
+from anechoic.config import SaveConfig
 from anechoic.data import Augment, Loader, Subset, open_source
+from anechoic.data.split import hold_out
 from anechoic.errors import UserError
+from anechoic.runtime import checkpoint
 from anechoic.runtime.distributed import (
     RankFailedError,
     World,
@@ -23,9 +30,9 @@ from anechoic.runtime.distributed import (
     total,
     without_averaging,
 )
+from anechoic.runtime.run import Run, read_json
 from anechoic.train.build import make_model, preprocess_of
-from anechoic.train.engine import Task, fit, split
-from anechoic.train.monitor import split_indices
+from anechoic.train.engine import Task, fit, resolve_config, split
 from anechoic.train.objectives import make_objective
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -45,7 +52,7 @@ def gradients(accumulate):
         model = make_model(config)
         source = open_source("digits", channels=1)
         loader = Loader(
-            Subset(source, split_indices(len(source), holdout=64)[0]),
+            Subset(source, hold_out(len(source), 64)[0]),
             image_size=8,
             batch_size=BATCH,
             seed=7,
@@ -113,6 +120,95 @@ def test_under_torchrun(tmp_path):
     fit(tiny_config(steps=4), tmp_path / "one")
     losses = [[r["loss"] for r in train_records(tmp_path / name)] for name in ("one", "run")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_ranks_of_any_number_see_the_same_samples_in_the_same_order():
+    """Stopped after four updates on two processes, gone on with one, two or three."""
+
+    def ids(start, world_size):
+        source = open_source("digits", channels=1)
+        how = {"image_size": 8, "batch_size": 24, "seed": 7, "shuffle": True, "drop_last": True, "start": start}
+        ranks = [iter(Loader(source, **how, rank=rank, world_size=world_size)) for rank in range(world_size)]
+        return [torch.cat([next(rank).ids for rank in ranks]).tolist() for _ in range(80)]
+
+    straight = ids(0, 1)
+    assert ids(0, 2) == straight
+    for world_size in (1, 2, 3):
+        assert ids(4 * 24, world_size)[:76] == straight[4:]
+
+
+def test_the_number_of_processes_may_change_on_the_way(tmp_path):
+    """Begun by one, gone on with by two from the first checkpoint: the same losses to rounding."""
+    config = tiny_config(steps=8, save=SaveConfig(every=4 * BATCH, keep_last=9))
+    fit(config, tmp_path / "one")
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    shutil.rmtree(tmp_path / "two" / "model")
+    (tmp_path / "two" / "results.json").unlink()
+    shutil.rmtree(checkpoint.checkpoints(tmp_path / "two" / "checkpoints")[-1])
+    with Run(tmp_path / "two") as run, pytest.raises(UserError, match="cannot be shared by 5 devices"):
+        resolve_config(config, run, open_source("digits", channels=1), World(0, 5, torch.device("cpu")))
+    fit(replace(config, devices=2), tmp_path / "two")
+    one, two = train_records(tmp_path / "one"), train_records(tmp_path / "two")
+    assert [r["seen"] for r in two] == [r["seen"] for r in one]
+    assert [r["loss"] for r in two] == pytest.approx([r["loss"] for r in one], rel=1e-5)
+    # Told that it is over, by any number of processes.
+    assert fit(config, tmp_path / "two")["metrics"]["loss"] == two[-1]["loss"]
+
+
+AGENT = """
+import sys, time
+sys.path.insert(0, {tests!r})
+from dataclasses import replace
+from anechoic.config import SaveConfig
+from anechoic.train import engine
+from test_engine import BATCH, tiny_config
+real = engine.split
+engine.split = lambda *a: (time.sleep(0.05), real(*a))[1]  # slow enough to be killed on the way
+engine.fit(tiny_config(steps=30, save=SaveConfig(every=3 * BATCH, keep_last=9)), sys.argv[1])
+"""
+
+
+def test_one_of_two_agents_is_killed_and_comes_back(tmp_path):
+    """Two nodes of torchrun, here on one machine. The survivor waits, both meet again, and the run goes on."""
+    script = tmp_path / "script.py"
+    script.write_text(AGENT.format(tests=str(Path(__file__).parent)))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test"]
+    command += ["--max-restarts", "3", "--monitor-interval", "0.2", str(script), str(tmp_path / "run")]
+    agents = []
+
+    def start():
+        log = open(tmp_path / f"agent-{len(agents)}.log", "wb")  # noqa: SIM115
+        agents.append(subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True))
+        log.close()
+
+    try:
+        start()
+        time.sleep(1)  # the first one holds the meeting point, so the other one is killed
+        start()
+        deadline = time.monotonic() + 300
+        while not checkpoint.checkpoints(tmp_path / "run" / "checkpoints"):
+            assert time.monotonic() < deadline, "no checkpoint"
+            time.sleep(0.05)
+        os.killpg(agents[1].pid, signal.SIGKILL)
+        assert not (tmp_path / "run" / "results.json").exists()
+        start()
+        codes = [agent.wait(300) for agent in (agents[0], agents[2])]
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+    logs = "\n".join((tmp_path / f"agent-{k}.log").read_text()[-3000:] for k in range(3))
+    assert codes == [0, 0], logs
+    config = tiny_config(steps=30, save=SaveConfig(every=3 * BATCH))
+    fit(config, tmp_path / "one")
+    one, run = train_records(tmp_path / "one"), train_records(tmp_path / "run")
+    assert [r["seen"] for r in run] == [r["seen"] for r in one]
+    assert [r["loss"] for r in run] == pytest.approx([r["loss"] for r in one], rel=1e-5)
+    assert len(read_json(tmp_path / "run" / "env.json")["starts"]) >= 2
 
 
 def fail_in_the_first():

@@ -163,7 +163,7 @@ def test_watching(tmp_path):
         assert len(look["rank_columns"]) == len(look["token_norm"]) == MODEL["depth"] + 1
         assert len(look["branch_ratio"]) == 2 * MODEL["depth"]
         assert 0 <= look["knn_accuracy"] <= 1
-    # Zero-init: branches are silent at first, and the stream fades by exactly its alphas.
+    # Zero-init: branches are silent at first, and the stream decays by exactly its alphas.
     alphas = [1, 1 - 0.4 / 3, 1 - 0.8 / 3, 0.6]
     assert looks[0]["branch_ratio"] == [0, 0, 0, 0]
     assert looks[0]["token_norm"][2] == pytest.approx(math.prod(alphas) * looks[0]["token_norm"][0], rel=1e-5)

@@ -175,7 +175,7 @@ def test_divergence_is_a_result(swept):
     assert "knn_mean" not in metrics
 
 
-def test_weights_of_judged_runs_are_deleted(swept):
+def test_weights_of_evaluated_runs_are_deleted(swept):
     folders, trials, *_ = swept
     run = folders.run(trials["plain"]) / "run"
     assert (run / "metrics.jsonl").exists()

@@ -69,7 +69,7 @@ def cli(*arguments):
 # ---- JSON and data
 
 
-def test_a_cell_is_its_json():
+def test_a_trial_is_its_json():
     evaluation = EvalPlan(
         "a", "b", fitted=7, protocol="in100", probe_layers=(0, 2), checkpoints=True, noise=(0.5, 0.25)
     )
@@ -80,7 +80,7 @@ def test_a_cell_is_its_json():
 @pytest.mark.parametrize(
     "values", [{}, {"name": "x"}, [], {"evaluation": 3, "name": "x", "variant": "x", "config": {}}]
 )
-def test_what_is_no_cell_is_refused(values):
+def test_what_is_no_trial_is_refused(values):
     with pytest.raises(UserError, match="This is no record of a trial"):
         trial_from_json(values)
 
@@ -102,7 +102,7 @@ def test_files_are_below_the_root_and_embedded_data_is_everywhere(source, there)
     assert is_file(source) == ("/" in source)
 
 
-def test_every_source_of_a_cell_is_located():
+def test_every_source_of_a_trial_is_located():
     config = tiny_mae(data=DataConfig("train.zip"))
     here = localised(Trial("x", "x", config, EvalPlan("fit.zip", "test.zip")), Path("data"))
     assert (here.config.data.source, here.evaluation.train, here.evaluation.test) == (
@@ -155,7 +155,7 @@ def test_a_record_has_the_fields_of_the_contract(encoder):
     json.dumps(record, allow_nan=False)
 
 
-def test_every_layer_and_token_of_an_encoder_is_judged(encoder):
+def test_every_layer_and_token_of_an_encoder_is_evaluated(encoder):
     _, record, _ = encoder
     metrics = record["metrics"]
     for token in ("mean", "class"):
@@ -176,7 +176,7 @@ def test_every_layer_and_token_of_an_encoder_is_judged(encoder):
     assert metrics["probe_layers"]["2"] == metrics["probe_mean"]
 
 
-def test_kept_checkpoints_are_judged_and_the_last_is_the_run(encoder):
+def test_kept_checkpoints_are_evaluated_and_the_last_is_the_run(encoder):
     _, record, _ = encoder
     metrics = record["metrics"]
     assert [row["seen"] for row in metrics["over_time"]] == [32, 64]
@@ -212,7 +212,7 @@ def test_pictures_are_kept_as_bytes(encoder):
 # ---- a denoiser and a classifier
 
 
-def test_a_denoiser_is_judged_by_its_images_and_its_features(tmp_path):
+def test_a_denoiser_is_evaluated_by_its_images_and_its_features(tmp_path):
     model = ModelConfig("uvit_small", {"patch_size": 4, "dim": 16, "depth": 2, "num_heads": 2})
     config = tiny(model, ObjectiveConfig("noise_prediction", {"process": "vp"}))
     evaluation = replace(EVALUATION, samples=24, extractor="digits", noise=(0.05, 0.2))
@@ -233,10 +233,10 @@ def test_a_denoiser_is_judged_by_its_images_and_its_features(tmp_path):
 
 
 def test_without_labels_or_samples_a_denoiser_is_only_trained(tmp_path):
-    assert evaluation.judge_denoiser(tmp_path, EvalPlan(), source="digits:train", seed=0) == {}
+    assert evaluation.evaluate_denoiser(tmp_path, EvalPlan(), source="digits:train", seed=0) == {}
 
 
-def test_a_classifier_is_judged_by_its_own_decisions(tmp_path):
+def test_a_classifier_is_evaluated_by_its_own_decisions(tmp_path):
     model = ModelConfig("resnet18", {"num_blocks": 8, "num_classes": 10, "width": 8})
     config = tiny(model, ObjectiveConfig("supervised"), updates=40, save=SaveConfig(every=40 * BATCH))
     config = replace(config, optim=replace(config.optim, lr=1e-2), monitor=MonitorConfig(every=40 * BATCH))
@@ -254,7 +254,7 @@ def test_a_classifier_is_judged_by_its_own_decisions(tmp_path):
 # ---- measured again
 
 
-def test_a_cell_is_judged_with_the_threads_of_its_training(tmp_path, monkeypatch):
+def test_a_trial_is_evaluated_with_the_threads_of_its_training(tmp_path, monkeypatch):
     monkeypatch.setattr("anechoic.paper.trial.measure", lambda *_: {"seen_threads": torch.get_num_threads()})
     before = torch.get_num_threads()
     try:

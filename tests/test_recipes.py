@@ -188,7 +188,7 @@ def test_pretrain_and_load(capsys, tmp_path):
     code, text, err = run(capsys, *command)
     assert code == 0
     assert "is trained" in text
-    assert "alpha_min 1, plain residual connections: shortcuts fade only in runs of 50,000 updates" in err
+    assert "alpha_min 1, plain residual connections: shortcuts decay only in runs of 50,000 updates" in err
     assert anechoic.load(tmp_path).config.depth == 2
     code, text, _ = run(capsys, *command, "--json")
     assert json.loads(text) == {**read_json(tmp_path / "results.json"), "config": read_json(tmp_path / "config.json")}

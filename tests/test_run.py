@@ -71,7 +71,7 @@ def test_json_is_replaced_as_a_whole(tmp_path):
         write_json(path, {"x": 2, "y": object()})
     assert read_json(path) == {"x": 1}
     path.write_text("{")
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="not valid JSON"):
         read_json(path)
 
 

@@ -110,7 +110,7 @@ def test_masked_autoencoder(dim, depth, heads, patch, size, eps, norm_pix):
         out = ours(images, noise)
         masking = mask_by_noise(noise, ours.config.num_kept)
         grid = ours.config.grid_size
-        states = hidden_states(ours.encoder, ours.encoder.embed(patchify(images, patch), grid, masking.keep))
+        states = hidden_states(ours.encoder, ours.encoder.embed(patchify(images, patch), grid, masking.ids_keep))
     assert torch.equal(out.mask, reference.mask)
     torch.testing.assert_close(out.loss, reference.loss, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(out.prediction, reference.logits, rtol=1e-5, atol=1e-5)

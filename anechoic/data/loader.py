@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -262,15 +263,30 @@ def _as_is(item: Any) -> Any:
 def _start_worker(worker: int, *, parent: int) -> None:
     """A forked worker inherits the run's signal handlers, but only the run may save and say goodbye.
 
-    A signal to the whole group must not take the workers from a run that still needs them to end its update.
+    A signal to the whole group must not take the workers from a run that still needs them to end its update; the same
+    signal from the run itself ends them.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if hasattr(signal, "sigtimedwait"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    sys.excepthook = _silent_about_lost_connections
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
+
+
+def _silent_about_lost_connections(kind: type[BaseException], *problem: Any) -> None:
+    """A run that gave up hangs up on its workers; their helper threads would print a traceback each."""
+    if not issubclass(kind, OSError | EOFError):
+        sys.__excepthook__(kind, *problem)
 
 
 def _end_with_parent(parent: int) -> None:
     """torch's own watch on the parent can hang at exit, in the queue that nobody reads any more."""
     while os.getppid() == parent:
-        time.sleep(0.5)
+        if not hasattr(signal, "sigtimedwait"):
+            time.sleep(0.5)
+            continue
+        received = signal.sigtimedwait([signal.SIGTERM], 0.5)
+        if received is not None and received.si_pid == parent:
+            break
     os._exit(1)

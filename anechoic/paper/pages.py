@@ -264,7 +264,7 @@ def early_body(grid: Grid, records: Records, out: Path) -> list[str]:
 def losses_body(grid: Grid, records: Records, out: Path) -> list[str]:
     """Numbers whose third decimal matters, over the rate that ends each label; the smallest of each series is bold."""
     key, title = next(iter(grid.metrics.items()))
-    series: dict[str, dict[float, Estimate]] = {}
+    series: dict[str, list[tuple[str, float, Estimate]]] = {}
     for row in grid.rows:
         name, _, rate = row.label.rpartition(", peak rate ")
         series.setdefault(name, []).append((row.label, float(rate), records.mean(row.variant, key)))

@@ -47,27 +47,29 @@ def freeze_garbage() -> None:
 
 
 @contextmanager
-def reproducible(*, threads: int) -> Iterator[None]:
+def reproducible(*, threads: int, compiled: bool = False) -> Iterator[None]:
     """Deterministic kernels, the run's number of threads (sums depend on both), random numbers of its own.
 
+    compiled: tell torch's compiler too, which has to be imported for that (two seconds).
     Afterwards all is as it was before, except that freed memory is kept.
     """
     frozen = gc.get_freeze_count()
-    before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    before = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     deterministic: Any = torch.utils.deterministic
     filled = deterministic.fill_uninitialized_memory
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     keep_freed_memory()
     torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    if compiled:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_deterministic_debug_mode("warn")
     deterministic.fill_uninitialized_memory = False  # costs time, and nothing here reads such memory
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
         torch.set_num_threads(before[0])
-        torch.use_deterministic_algorithms(before[1], warn_only=warned)
+        torch.set_deterministic_debug_mode(before[1])
         deterministic.fill_uninitialized_memory = filled
         if not frozen:
             gc.unfreeze()

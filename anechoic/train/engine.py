@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anechoic.config import Config, adopt, differences, from_json, resolve, to_json
+from anechoic.config import Config, adopt, check_shares, differences, from_json, resolve, to_json
 from anechoic.data import Augment, Loader, Source, Subset
 from anechoic.data.loader import naming_killed_workers
 from anechoic.data.split import hold_out
@@ -97,7 +97,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
         assert optim.samples is not None
         assert optim.lr is not None
         check(config)
-        stack.enter_context(reproducible(threads=config.threads or 1))
+        stack.enter_context(reproducible(threads=config.threads or 1, compiled=config.compile))
 
         # Build the model, its objective, and what moves its weights. Initial weights depend on the seed alone.
         torch.manual_seed(config.seed)
@@ -279,7 +279,10 @@ def number_of_processes(config: Config, run_dir: Path) -> int:
 
 
 def resolve_config(config: Config, run: Run | None, source: Source, world: World) -> Config:
-    """The frozen config: every open choice made, or taken from the run that is there; another run is refused."""
+    """The frozen config: every open choice made, or taken from the run that is there; another run is refused.
+
+    Only the number of processes may change: samples and their order do not depend on it.
+    """
     assert run is not None, "only the first process resolves"
     if config.devices not in (None, world.size):
         raise UserError(f"{world.size} processes were started, but devices is {config.devices}: make them equal.")
@@ -294,6 +297,15 @@ def resolve_config(config: Config, run: Run | None, source: Source, world: World
             cores=torch.get_num_threads(),
         )
     frozen = from_json(saved)
+    if frozen.devices != world.size:
+        check_shares(asked.optim, world.size)
+        log.warning(
+            "Going on with %d processes instead of %s: the same samples in the same order, but sums, and so the last "
+            "bits, differ.",
+            world.size,
+            frozen.devices,
+        )
+        frozen = replace(frozen, devices=world.size)
     changed = differences(frozen, adopt(asked, frozen))
     if changed:
         raise UserError(

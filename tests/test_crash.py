@@ -1,0 +1,19 @@
+"""The short form of `make crash-test`: some of its faults, in trainings of one process, from a seed of their own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+
+def test_trainings_end_as_if_nothing_had_happened():
+    """In a process of its own, which forks its trainings before any thread was started."""
+    driver = Path(__file__).with_name("crashing.py")
+    command = [sys.executable, str(driver), "--faults", "12", "--trainings", "2", "--seed", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("seed 3, 12 faults over 2 trainings\n")
+    assert "all equal or refused in a sentence" in done.stdout
