@@ -30,6 +30,7 @@ import pyarrow.parquet
 import sklearn.datasets  # noqa: F401
 from PIL import Image
 
+import anechoic.api.training
 import anechoic.cli
 import anechoic.train.engine  # all once, here: a training is a fork of this process and starts at once
 from anechoic.runtime import checkpoint
