@@ -274,12 +274,12 @@ def losses_body(grid: Grid, records: Records, out: Path) -> list[str]:
         for label, _, found in points:
             shown = f"{found.mean:.4f}" if found.n else "not run"
             lines.append(line([label, f"**{shown}**" if found.mean == least else shown, str(found.n)]))
-    curves = {
-        title: {
-            name: [(math.log2(rate), found.mean, found.half or 0.0) for _, rate, found in points if found.n]
-            for name, points in series.items()
-        }
-    }
+    curves: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
+    for name, points in series.items():
+        arm, _, length = name.rpartition(", ")
+        curves.setdefault(f"{title}, {length}", {})[arm] = [
+            (math.log2(rate), found.mean, found.half or 0.0) for _, rate, found in points if found.n
+        ]
     figures.draw_estimates(curves, out / grid.name, xlabel="peak rate, as a power of two")
     return [*lines, "", f"![{grid.title}]({grid.name}.png)"]
 
