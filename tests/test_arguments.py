@@ -6,7 +6,9 @@ from typing import Annotated, Literal
 import pytest
 
 import anechoic
-from anechoic.api.arguments import fitted, forgiving, given
+from anechoic.api import TRAINING, VERBS, verb
+from anechoic.api.arguments import fitted, forgiving, receipted
+from anechoic.outcome import Outcome
 
 
 @pytest.mark.parametrize(
@@ -23,6 +25,8 @@ from anechoic.api.arguments import fitted, forgiving, given
         ("all", tuple[int, ...] | Literal["all"], "all"),
         (-1, tuple[int, ...] | Literal["all"], (-1,)),
         (0.3, tuple[float, ...], (0.3,)),
+        ("mean", tuple[Literal["class", "mean"], ...], ("mean",)),
+        (("mean",), tuple[Literal["class", "mean"], ...], ("mean",)),
     ],
 )
 def test_values_become_what_a_verb_wants(value, hint, expected):
@@ -42,8 +46,18 @@ def test_a_forgiving_verb_keeps_its_name_and_help():
         call("a", wrong=1)
 
 
-def test_receipts_are_plain():
-    assert given({"a": Path("x"), "b": (1, Path("y")), "c": {"d": (2,)}}) == {"a": "x", "b": [1, "y"], "c": {"d": [2]}}
+def test_receipts_have_every_argument_in_plain_values():
+    def ask(run: str, /, *, out: Path = Path("x"), k: tuple = (1, Path("y")), seed: int = 0) -> Outcome:
+        return Outcome(config={"seed": 7}, metrics={})
+
+    config = receipted(ask)("a", k=(2, Path("z"))).config
+    assert config == {"run": "a", "out": "x", "k": [2, "z"], "seed": 7}
+
+
+@pytest.mark.parametrize("name", [name for name in VERBS if name not in TRAINING])
+def test_every_other_verb_keeps_its_arguments(name):
+    """The wrapper is what the command line and Python callers get."""
+    assert verb(name).__wrapped__.__name__ == name.replace("-", "_")
 
 
 def test_the_exception_for_mistakes_is_public(tmp_path):

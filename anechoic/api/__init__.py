@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 
+from anechoic.api.arguments import receipted
+
 # The verb as it is typed on the command line -> the module of this package that holds the function.
 VERBS = {
     "demo": "showing",
@@ -36,6 +38,11 @@ VERBS = {
 }
 
 
+# Their outcome's config is that of the run they trained, complete in itself.
+TRAINING = ("pretrain", "train", "finetune")
+
+
 def verb(name: str) -> Callable:
-    """The function behind a verb (`encode-latents` is `encode_latents`)."""
-    return getattr(import_module(f"anechoic.api.{VERBS[name]}"), name.replace("-", "_"))
+    """The function behind a verb (`encode-latents` is `encode_latents`), its arguments in the outcome it returns."""
+    function = getattr(import_module(f"anechoic.api.{VERBS[name]}"), name.replace("-", "_"))
+    return function if name in TRAINING else receipted(function)

@@ -5,14 +5,27 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
+from anechoic.outcome import Outcome
 
-def given(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The verb's `locals()` in its first line, before it imports anything."""
-    return {name: plain(value) for name, value in arguments.items()}
+
+def receipted(verb: Callable[..., Outcome]) -> Callable[..., Outcome]:
+    """The verb with every argument in its outcome's config; what the verb itself says there counts more."""
+    signature = inspect.signature(verb)
+
+    @functools.wraps(verb)
+    def call(*args: Any, **kwargs: Any) -> Outcome:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        outcome = verb(*args, **kwargs)
+        asked = {name: plain(value) for name, value in bound.arguments.items()}
+        return replace(outcome, config={**asked, **outcome.config})
+
+    return call
 
 
 def plain(value: Any) -> Any:
@@ -48,9 +61,15 @@ def fitted(value: Any, hint: Any) -> Any:
     several = [choice for choice in choices if get_origin(choice) is tuple and get_args(choice)[1:] == (...,)]
     if several and isinstance(value, list):
         return tuple(value)
-    if several and isinstance(value, alternatives(get_args(several[0])[0])) and not isinstance(value, str):
+    alone = not isinstance(value, tuple) and value not in [word for choice in choices for word in get_args(choice)]
+    if several and alone and any(is_one(value, choice) for choice in alternatives(get_args(several[0])[0])):
         return (value,)
     return value
+
+
+def is_one(value: Any, hint: Any) -> bool:
+    """Whether the value is of the type, or one of the words of a Literal."""
+    return isinstance(value, hint) if isinstance(hint, type) else value in get_args(hint)
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:

@@ -27,7 +27,7 @@ def models(*, filter: str = "") -> Outcome:
             counts[name] = sum(parameter.numel() for parameter in build_model(name).parameters())
     width = max(map(len, names))
     text = "\n".join(f"{name:<{width}}  {count:>13,}" for name, count in counts.items())
-    return Outcome(config={"filter": filter}, metrics={"trainable": counts}, text=text)
+    return Outcome(config={}, metrics={"trainable": counts}, text=text)
 
 
 def recipes(*, filter: str = "") -> Outcome:
@@ -47,4 +47,4 @@ def recipes(*, filter: str = "") -> Outcome:
     if not chosen:
         raise UserError(f"No recipe's name contains {filter!r}: anechoic recipes lists them all.")
     text = "\n\n".join(f"{name}: " + doc.replace("\n\n", "\n").replace("\n", "\n    ") for name, doc in chosen.items())
-    return Outcome(config={"filter": filter}, metrics={"recipes": chosen}, text=text)
+    return Outcome(config={}, metrics={"recipes": chosen}, text=text)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from anechoic.api.arguments import given
 from anechoic.errors import UserError
 from anechoic.outcome import Outcome
 
@@ -56,7 +55,7 @@ def embed(
         device: cpu, cuda, mps; auto takes an accelerator if there is one.
         workers: processes that decode ahead; with 0, images are decoded while others are computed.
     """
-    asked, started = given(locals()), time.perf_counter()
+    started = time.perf_counter()
     from anechoic.data import open_source
     from anechoic.evals.vectors import check_format, embed_source
 
@@ -70,7 +69,7 @@ def embed(
         encoder, source, output, layer=layer, pooling=pooling, device=device, workers=workers, about=about
     )
     text = "Wrote {vectors} vectors of {dim} channels (layer {layer}, {pooling}) to ".format(**metrics) + f"{output}."
-    return outcome(asked, metrics, text + skipped_text(metrics["skipped"]), started)
+    return outcome(metrics, text + skipped_text(metrics["skipped"]), started)
 
 
 def knn(
@@ -109,7 +108,7 @@ def knn(
         device: cpu, cuda, mps; auto takes an accelerator if there is one.
         seed: of the held-out part and of the untrained network.
     """
-    asked, started = given(locals()), time.perf_counter()
+    started = time.perf_counter()
     from anechoic.evals.evaluator import EvalSpec
     from anechoic.report.tables import percent, text_table
 
@@ -128,7 +127,7 @@ def knn(
     text += text_table(["encoder", "layer", "pooling", *map(str, ks)], cells)
     own = [max(row["accuracy"].values()) for row in rows if row["encoder"] == encoder.name]
     metrics = {"accuracy": max(own), "rows": rows, **found.counts, "skipped": listed(found.skipped)}
-    return outcome({**asked, "k": list(ks)}, metrics, text + skipped_text(metrics["skipped"]), started, seed)
+    return outcome(metrics, text + skipped_text(metrics["skipped"]), started, seed, k=list(ks))
 
 
 def probe(
@@ -173,7 +172,7 @@ def probe(
         device: cpu, cuda, mps; auto takes an accelerator if there is one.
         seed: of the held-out parts, of the heads' weights and order, and of the untrained network.
     """
-    asked, started = given(locals()), time.perf_counter()
+    started = time.perf_counter()
     from anechoic.evals.evaluator import EvalSpec
     from anechoic.report.tables import percent, text_table
 
@@ -183,7 +182,7 @@ def probe(
         spec = EvalSpec(("selection", "probe"), layers=layers or "all", noise=noise, **settings)
         found = noisy_evaluation(str(run), train, test, holdout, spec, device=device)
         metrics, text = noisy_outcome(found)
-        return outcome(asked, metrics, text + skipped_text(metrics["skipped"]), started, seed)
+        return outcome(metrics, text + skipped_text(metrics["skipped"]), started, seed)
     encoder = the_encoder(run, model, image_size)
     labelled = open_parts(encoder, train, test, holdout, seed)
     if not pooling:
@@ -198,7 +197,7 @@ def probe(
     text += text_table(["encoder", "layer", "pooling", "top-1", *extra], cells)
     own = [row["accuracy"] for row in rows if row["encoder"] == encoder.name]
     metrics = {"accuracy": max(own), "rows": rows, **found.counts, "skipped": listed(found.skipped)}
-    return outcome(asked, metrics, text + skipped_text(metrics["skipped"]), started, seed)
+    return outcome(metrics, text + skipped_text(metrics["skipped"]), started, seed)
 
 
 def refuse_with_noise(*, run: str | None, model: str | None, pooling: tuple, image_size: int | None) -> None:
@@ -330,5 +329,6 @@ def skipped_text(skipped: list[dict[str, str]]) -> str:
     return f"\n{len(skipped)} images could not be read; the first is {first['name']} ({first['reason']})."
 
 
-def outcome(config: dict, metrics: dict, text: str, started: float, seed: int | None = None) -> Outcome:
-    return Outcome(config=config, metrics=metrics, seed=seed, seconds=time.perf_counter() - started, text=text)
+def outcome(metrics: dict, text: str, started: float, seed: int | None = None, **chosen: Any) -> Outcome:
+    """chosen: arguments that were left open and what they came to."""
+    return Outcome(config=chosen, metrics=metrics, seed=seed, seconds=time.perf_counter() - started, text=text)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anechoic.api.arguments import given
 from anechoic.api.evaluating import (
     Layers,
     Pooling,
@@ -65,7 +64,7 @@ def analyze(
         device: cpu, cuda, mps; auto takes an accelerator if there is one.
         seed: of the held-out part and of the untrained network.
     """
-    asked, started = given(locals()), time.perf_counter()
+    started = time.perf_counter()
     from anechoic.evals.encoders import baselines as baselines_of
     from anechoic.evals.evaluator import EvalSpec, Evaluator
     from anechoic.evals.labelled import open_maybe_labelled
@@ -74,7 +73,7 @@ def analyze(
     if runs:
         pool = pooling[0] if pooling else encoder.poolings[0]
         found = dynamics_outcome([run, *runs], where, test, pooling=pool, figures=figures, device=device, seed=seed)
-        return outcome(asked, *found, started, seed)
+        return outcome(*found, started, seed)
     if samples < 2:
         raise UserError(f"An analysis needs at least 2 samples, not {samples}.")
     labelled = open_maybe_labelled(where, channels=encoder.channels)
@@ -99,7 +98,7 @@ def analyze(
 
         of_encoder = [row for row in rows if row["encoder"] == encoder.name]
         metrics["figures"] = [str(path) for path in draw_all(subject, of_encoder, figures)]
-    return outcome(asked, metrics, layer_text(metrics) + skipped_text(metrics["skipped"]), started, seed)
+    return outcome(metrics, layer_text(metrics) + skipped_text(metrics["skipped"]), started, seed)
 
 
 def explained(encoder: Encoder, found: Evaluation) -> list[dict[str, Any]]:

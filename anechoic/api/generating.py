@@ -80,7 +80,7 @@ def sample(
     seconds = time.perf_counter() - started
     receipt = images.receipt
     return Outcome(
-        config={**asdict(request), "out": str(out), "devices": devices},
+        config={},
         metrics={"images": len(images.pixels), "evaluations": receipt["evaluations"], "receipt": receipt},
         seed=seed,
         seconds=round(seconds, 3),
@@ -148,14 +148,7 @@ def frechet(
     numbers = [f"{name:<18} {value:.5g}" for name, value in metrics.items() if isinstance(value, float | int)]
     counts = f"{sides['samples'].count} samples against {sides['reference'].count} images"
     return Outcome(
-        config={
-            "samples": samples,
-            "reference": reference,
-            "extractor": extractor,
-            "weights": str(weights) if weights else None,
-            "num": num,
-            "image_size": image_size,
-        },
+        config={},
         metrics=metrics,
         seed=seed,
         seconds=round(time.perf_counter() - started, 3),
@@ -269,7 +262,7 @@ def encode_latents(
         )
     count, _, channels, height, width = card.shape
     return Outcome(
-        config={"data": data, "out": str(out), "vae": vae, "image_size": image_size, "labels": labels},
+        config={},
         metrics={"images": count, "skipped": len(source.skipped), "card": asdict(card)},
         seconds=round(time.perf_counter() - started, 3),
         text=f"{count} images and their mirror images as latents of {channels // 2} x {height} x {width}, scaled by "

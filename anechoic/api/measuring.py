@@ -7,7 +7,6 @@ from importlib import import_module
 from pathlib import Path
 
 from anechoic.api import verb
-from anechoic.api.arguments import given
 from anechoic.errors import UserError, nearest_name
 from anechoic.outcome import Outcome, package_version
 
@@ -46,7 +45,6 @@ def bench(
         workers: for data, worker processes of both loaders.
         unfused: for train, our path module by module instead of the fused one.
     """
-    asked = given(locals())
     if what not in (*BENCHMARKS, "all"):
         raise UserError(f"There is no benchmark {what!r}; {nearest_name(what, [*BENCHMARKS, 'all'])}")
     if rounds < 1 or workers < 0:
@@ -61,7 +59,7 @@ def bench(
         rows += [{"benchmark": name, **row} for row in module.run(options)]
         peers.update({package: package_version(package) for package in module.PEERS})
     return Outcome(
-        config=asked,
+        config={},
         metrics={"rows": rows, "peers": peers},
         seconds=time.perf_counter() - start,
         text=table(rows),

@@ -36,7 +36,7 @@ def shard(data: str, out: Path, /, *, labels: bool = False, shard_bytes: int = 1
         name, why = written.skipped[0]
         lines.append(f"{len(written.skipped)} images could not be read and are left out; the first is {name} ({why}).")
     return Outcome(
-        config={"data": data, "out": str(out), "labels": labels, "shard_bytes": shard_bytes, "channels": channels},
+        config={},
         metrics={
             "images": written.images,
             "shards": written.shards,

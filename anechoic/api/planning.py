@@ -85,18 +85,7 @@ def plan(
         f"Time: {found.hours:,.1f} hours on {gpus} x {gpu}, most of it {found.bound}; {found.use_of_peak:.0%} of peak.",
     ]
     return Outcome(
-        config={
-            "recipe": recipe,
-            "gpus": gpus,
-            "gpu": gpu,
-            "images": images,
-            "batch_size": optim.batch_size,
-            "accumulate": optim.accumulate,
-            "fsdp": fsdp,
-            "recompute": recompute,
-            "precision": precision,
-            "decoded_per_second": decoded_per_second,
-        },
+        config={"batch_size": optim.batch_size, "accumulate": optim.accumulate},
         metrics=vars(found),
         seconds=time.perf_counter() - started,
         text="\n".join(lines),
@@ -148,7 +137,7 @@ def doctor(run: Path | None = None, /) -> Outcome:
     problems = [item for item in findings if item.state == "problem"]
     lines.append(f"{len(problems)} problem{'s' * (len(problems) != 1)} in {len(findings)} checks.")
     return Outcome(
-        config={"run": None if run is None else str(run)},
+        config={},
         metrics={"problems": len(problems), "findings": [vars(item) for item in findings]},
         seconds=time.perf_counter() - started,
         text="\n".join(lines),

@@ -78,7 +78,7 @@ def sweep(
     progress = run(trials, folders, jobs)
     text = summary(trials, folders)
     return Outcome(
-        config={"recipe": recipe, "vary": grid, "seeds": seeds, "out": str(out)},
+        config={},
         metrics={"records": [str(folders.record(trial)) for trial in trials], **counted(progress)},
         text=text + failures(progress),
     )
@@ -135,7 +135,7 @@ def reproduce(
             tally = [write_tally(grids, root, report)] if scale == "pocket" else []
             pages += [*tally, write_index(grids, root, report, tally=bool(tally))]
         return Outcome(
-            config={"what": what, "scale": scale},
+            config={},
             metrics={"pages": [str(page) for page in pages]},
             text="\n".join(map(str, pages)),
         )
@@ -166,8 +166,7 @@ def reproduced(
         table = [*measured_table(grid, records), "", *difference_table(grid, records)]
         texts.append("\n".join([grid.title, *table]) + failures(progress))
         metrics[grid.name] = counted(progress)
-    config = {"what": [grid.name for grid in grids], "scale": scale, "seeds": seeds}
-    return Outcome(config=config, metrics=metrics, text="\n\n".join(texts))
+    return Outcome(config={}, metrics=metrics, text="\n\n".join(texts))
 
 
 def verified(path: Path, runs: Path, root: Path) -> Outcome:
@@ -189,7 +188,7 @@ def verified(path: Path, runs: Path, root: Path) -> Outcome:
     if not found.within_tolerance:
         raise UserError(f"{path} could not be repeated: {verdict_text(record, again, found)}")
     return Outcome(
-        config={"verify": str(path)},
+        config={},
         metrics={"identical": found.identical, "compared": found.compared, "largest_difference": found.largest},
         seed=trial.config.seed,
         seconds=again["seconds"],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from anechoic.api.arguments import given
 from anechoic.api.evaluating import encoder_and_data, outcome
 from anechoic.outcome import Outcome
 
@@ -56,7 +55,7 @@ def segment(
         device: cpu, cuda, mps; auto takes an accelerator if there is one.
         seed: of the tables and batches.
     """
-    asked, started = given(locals()), time.perf_counter()
+    started = time.perf_counter()
     from anechoic.evals.encoders import baselines as baselines_of
     from anechoic.evals.segmenting import larger, segment_images
     from anechoic.evals.spectral import SpectralOptions
@@ -100,4 +99,4 @@ def segment(
         header, cells
     )
     metrics = {"miou": rows[0]["hungarian"]["miou"], "miou_greedy": rows[0]["greedy"]["miou"], "rows": rows}
-    return outcome({**asked, "image_size": encoder.image_size}, metrics, text, started, seed)
+    return outcome(metrics, text, started, seed, image_size=encoder.image_size)

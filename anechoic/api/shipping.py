@@ -44,7 +44,7 @@ def export(run: Path, /, *, to: Target, out: Path, check: str = "", fold: bool =
     if to in ("timm", "transformers", "hub-folder") and is_decayed(model):
         advice = [f"Its norms differ in eps, and {to} keeps one for all: {out / 'README.md'} shows how to set each."]
     return Outcome(
-        config={"run": str(run), "to": to, "out": str(out), "check": source, "fold": fold},
+        config={"check": source},
         metrics={"differences": exported.differences, "files": sorted(file.name for file in out.iterdir())},
         seconds=time.perf_counter() - started,
         text="\n".join([f"Wrote {out}. Largest difference on {len(images)} images ({source}):", *rows, *advice]),
@@ -137,7 +137,7 @@ def import_weights(
     if imported.wrapper is not None:
         lines.insert(1, f"Taken from the entry {imported.wrapper!r} of the file.")
     return Outcome(
-        config={"checkpoint": str(checkpoint), "out": str(out), **vars(choices)},
+        config={},
         metrics=metrics,
         seconds=time.perf_counter() - started,
         text="\n".join(lines),

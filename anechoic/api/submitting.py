@@ -77,17 +77,7 @@ def slurm(
         metrics["state"] = "done"
         text = f"Job {job.job_id} is done; its output is in {job.paths.stdout}."
     return Outcome(
-        config={
-            "command": list(command),
-            "nodes": nodes,
-            "gpus_per_node": gpus_per_node,
-            "tasks_per_node": tasks,
-            "cpus_per_task": cpus_per_task,
-            "hours": hours,
-            "memory_gb": memory_gb,
-            "partition": partition,
-            "cluster": cluster,
-        },
+        config={"tasks_per_node": tasks},
         metrics=metrics,
         seconds=time.perf_counter() - started,
         text=text,
