@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 __version__ = "0.1.0"
@@ -22,19 +24,27 @@ _HOME = {
     "build_model": "models",
     "load": "runtime.checkpoint",
     "effective_rank": "evals.analysis",
+    "UserError": "errors",
 }
+# Rooms of the package that share their name with a verb: `anechoic.train` is both, so the room can be called.
+_ROOMS = ("models", "recipes", "train")
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(f"anechoic.{_HOME[name]}"), name)
-    if name in ("models", "recipes"):  # packages; the verbs of that name only list them
+    if name in _ROOMS:
         return import_module(f"anechoic.{name}")
+    return _verb(name)
+
+
+def _verb(name: str) -> Any:
     from anechoic.api import VERBS, verb
+    from anechoic.api.arguments import forgiving
 
     typed = name.replace("_", "-")
     if typed in VERBS:
-        return verb(typed)
+        return forgiving(verb(typed))
     raise AttributeError(f"module 'anechoic' has no attribute {name!r}")
 
 
@@ -42,3 +52,22 @@ def __dir__() -> list[str]:
     from anechoic.api import VERBS
 
     return sorted([*_HOME, "__version__", *(name.replace("-", "_") for name in VERBS)])
+
+
+class _Room(ModuleType):
+    """A room that is called as the verb of its name."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _verb(self.__name__.rpartition(".")[2])(*args, **kwargs)
+
+
+class _Package(ModuleType):
+    """Python sets a room as an attribute of its package once it is imported; from then on it must be callable."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _ROOMS and isinstance(value, ModuleType):
+            value.__class__ = _Room
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

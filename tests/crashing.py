@@ -30,6 +30,7 @@ import pyarrow.parquet
 import sklearn.datasets  # noqa: F401
 from PIL import Image
 
+import anechoic.api.training
 import anechoic.cli
 import anechoic.train.engine  # all once, here: a training is a fork of this process and starts at once
 from anechoic.runtime import checkpoint
@@ -107,6 +108,17 @@ class Training:
         pid = os.fork()
         if pid:
             return pid
+        code = 1
+        try:
+            code = self._become_training(clock_jump)
+        except KeyboardInterrupt:
+            code = 128 + signal.SIGINT
+        except BaseException:
+            traceback.print_exc()
+        finally:  # whatever happens, this copy of the driver goes no further
+            os._exit(code)
+
+    def _become_training(self, clock_jump: float) -> int:
         os.setsid()
         output = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
@@ -116,15 +128,12 @@ class Training:
             time.time = lambda: real() + (clock_jump if real() - born > 0.5 else 0.0)  # type: ignore[assignment]
         sys.argv = ["anechoic", "train", *self.command, "--out", str(self.run)]
         try:
-            code = anechoic.cli.main()
+            return anechoic.cli.main()
         except SystemExit as leaving:
-            code = leaving.code if isinstance(leaving.code, int) else 1
-        except BaseException:
-            traceback.print_exc()
-            code = 1
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code or 0)
+            return leaving.code if isinstance(leaving.code, int) else 1
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
 
     def started_anew(self) -> int:
         """The command in a fresh interpreter, as a person gives it."""

@@ -26,7 +26,8 @@ from typing import Any
 # Before anything is imported that reads them: no network, one thread, no caches of the user.
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TQDM_DISABLE": "1"}
 
-PROCESSOR_SECONDS, WALL_SECONDS, MEMORY = 5, 30, 1 << 30
+# Processor time is what counts; the clock only ends what waits for ever, on however busy a machine.
+PROCESSOR_SECONDS, WALL_SECONDS, MEMORY = 5, 120, 1 << 30
 CORPUS = Path(__file__).parent / "corpus"
 RUNS_PROGRAMS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.spawn", "pty.spawn")
 

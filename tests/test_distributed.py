@@ -3,12 +3,9 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,7 +27,7 @@ from anechoic.runtime.distributed import (
     total,
     without_averaging,
 )
-from anechoic.runtime.run import Run, read_json
+from anechoic.runtime.run import Run
 from anechoic.train.build import make_model, preprocess_of
 from anechoic.train.engine import Task, fit, resolve_config, split
 from anechoic.train.objectives import make_objective
@@ -153,62 +150,6 @@ def test_the_number_of_processes_may_change_on_the_way(tmp_path):
     assert [r["loss"] for r in two] == pytest.approx([r["loss"] for r in one], rel=1e-5)
     # Told that it is over, by any number of processes.
     assert fit(config, tmp_path / "two")["metrics"]["loss"] == two[-1]["loss"]
-
-
-AGENT = """
-import sys, time
-sys.path.insert(0, {tests!r})
-from dataclasses import replace
-from anechoic.config import SaveConfig
-from anechoic.train import engine
-from test_engine import BATCH, tiny_config
-real = engine.split
-engine.split = lambda *a: (time.sleep(0.05), real(*a))[1]  # slow enough to be killed on the way
-engine.fit(tiny_config(steps=30, save=SaveConfig(every=3 * BATCH, keep_last=9)), sys.argv[1])
-"""
-
-
-def test_one_of_two_agents_is_killed_and_comes_back(tmp_path):
-    """Two nodes of torchrun, here on one machine. The survivor waits, both meet again, and the run goes on."""
-    script = tmp_path / "script.py"
-    script.write_text(AGENT.format(tests=str(Path(__file__).parent)))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test"]
-    command += ["--max-restarts", "3", "--monitor-interval", "0.2", str(script), str(tmp_path / "run")]
-    agents = []
-
-    def start():
-        log = open(tmp_path / f"agent-{len(agents)}.log", "wb")  # noqa: SIM115
-        agents.append(subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True))
-        log.close()
-
-    try:
-        start()
-        time.sleep(1)  # the first one holds the meeting point, so the other one is killed
-        start()
-        deadline = time.monotonic() + 300
-        while not checkpoint.checkpoints(tmp_path / "run" / "checkpoints"):
-            assert time.monotonic() < deadline, "no checkpoint"
-            time.sleep(0.05)
-        os.killpg(agents[1].pid, signal.SIGKILL)
-        assert not (tmp_path / "run" / "results.json").exists()
-        start()
-        codes = [agent.wait(300) for agent in (agents[0], agents[2])]
-    finally:
-        for agent in agents:
-            agent.kill()
-            agent.wait()
-    logs = "\n".join((tmp_path / f"agent-{k}.log").read_text()[-3000:] for k in range(3))
-    assert codes == [0, 0], logs
-    config = tiny_config(steps=30, save=SaveConfig(every=3 * BATCH))
-    fit(config, tmp_path / "one")
-    one, run = train_records(tmp_path / "one"), train_records(tmp_path / "run")
-    assert [r["seen"] for r in run] == [r["seen"] for r in one]
-    assert [r["loss"] for r in run] == pytest.approx([r["loss"] for r in one], rel=1e-5)
-    assert len(read_json(tmp_path / "run" / "env.json")["starts"]) >= 2
 
 
 def fail_in_the_first():

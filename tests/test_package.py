@@ -210,3 +210,14 @@ def test_only_the_right_files_know_the_heavy_libraries():
         if "import matplotlib" in text or "from matplotlib" in text:
             assert path.name == "figures.py", path
         assert ".cuda()" not in text, path
+
+
+@pytest.mark.parametrize("first", ["", "import anechoic.train.engine, anechoic.models.mae, anechoic.recipes.pocket\n"])
+def test_rooms_that_share_a_name_with_a_verb_are_called_as_it(first):
+    """Whether the room has been imported before or not."""
+    code = f"import anechoic\n{first}print(len(anechoic.recipes(filter='pocket').metrics['recipes']) > 3)\n"
+    code += "print('resnet18' in anechoic.models(filter='resnet').text)\n"
+    code += "print(anechoic.train('pocket_mae_digits', dry_run=True).config['recipe'])\n"
+    code += "from anechoic.models import build_model\n"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == ["True", "True", "pocket_mae_digits"]

@@ -19,7 +19,7 @@ VERBS = {
     "embed": "evaluating",
     "knn": "evaluating",
     "probe": "evaluating",
-    "analyze": "evaluating",
+    "analyze": "explaining",
     "segment": "segmenting",
     "sample": "generating",
     "frechet": "generating",

@@ -1,10 +1,13 @@
-"""What a verb was asked for, as its receipt keeps it: every argument, in plain JSON values, so that it can be rerun."""
+"""The arguments of verbs: how Python callers may give them, and how a receipt keeps them so that it can be rerun."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 
 def given(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -20,3 +23,40 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: plain(item) for name, item in value.items()}
     return value
+
+
+def forgiving(verb: Callable) -> Callable:
+    """The verb for Python callers: text where a Path is wanted, one value or a list where several are."""
+    hints = inspect.get_annotations(verb, eval_str=True)
+    signature = inspect.signature(verb)
+
+    @functools.wraps(verb)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        for name, value in bound.arguments.items():
+            bound.arguments[name] = fitted(value, hints.get(name))
+        return verb(*bound.args, **bound.kwargs)
+
+    return call
+
+
+def fitted(value: Any, hint: Any) -> Any:
+    """The value as the annotation wants it, where that is plain; everything else is left to the verb."""
+    choices = alternatives(hint)
+    if isinstance(value, str) and Path in choices and str not in choices:
+        return Path(value)
+    several = [choice for choice in choices if get_origin(choice) is tuple and get_args(choice)[1:] == (...,)]
+    if several and isinstance(value, list):
+        return tuple(value)
+    if several and isinstance(value, alternatives(get_args(several[0])[0])) and not isinstance(value, str):
+        return (value,)
+    return value
+
+
+def alternatives(hint: Any) -> tuple[Any, ...]:
+    """int | None -> (int, NoneType); what Annotated carries is left out."""
+    if get_origin(hint) is Annotated:
+        hint = get_args(hint)[0]
+    if get_origin(hint) not in (Union, UnionType):
+        return (hint,)
+    return tuple(one for choice in get_args(hint) for one in alternatives(choice))

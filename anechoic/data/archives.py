@@ -116,6 +116,8 @@ class RemotePacked(Packed):
             try:
                 if isinstance(found, Exception):
                     raise Undecodable(reason(found))
+                if self.contents is not None:
+                    self.contents.check(index, found, self.name(index))
                 out.append(decode(found, channels=self.channels, min_side=min_side))
             except Undecodable as error:
                 out.append(BadImage(self.name(index), str(error)))

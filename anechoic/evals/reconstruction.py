@@ -11,7 +11,8 @@ from torch import Tensor
 from anechoic.evals.encoders import Encoder
 from anechoic.evals.features import evaluating
 from anechoic.models import family_of
-from anechoic.models.layers import Network, patchify, unpatchify
+from anechoic.models.layers import patchify, unpatchify
+from anechoic.models.network import Network
 from anechoic.rng import Draws
 
 

@@ -19,7 +19,7 @@ from anechoic.evals.feature_cache import pick_device
 from anechoic.evals.features import patch_maps
 from anechoic.evals.segment import cluster, find_pairs, read_all, read_mapping, score_maps, upsample
 from anechoic.evals.spectral import SpectralOptions, soft_cells, spectral_tables
-from anechoic.models.layers import Network, TransformerConfig
+from anechoic.models.network import Network, TransformerConfig
 
 # The picture of all cells of all images is made from so many images.
 SHOWN = 16

@@ -24,8 +24,8 @@ from anechoic.exchange.layouts import (
 )
 from anechoic.exchange.told import Told
 from anechoic.models import SIT_SIZES, UVIT_SIZES, VIT_SIZES
-from anechoic.models.layers import NetworkConfig
 from anechoic.models.mae import MAEConfig
+from anechoic.models.network import NetworkConfig
 from anechoic.models.sit import SiTConfig
 from anechoic.models.uvit import UViTConfig
 from anechoic.models.vit import ViTConfig

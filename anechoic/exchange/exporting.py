@@ -24,8 +24,8 @@ from anechoic.errors import UserError
 from anechoic.exchange.cards import model_card_text
 from anechoic.exchange.layouts import OURS_TO_TIMM, Tensors, rename, timm_to_transformers, transformers_module
 from anechoic.models import build
-from anechoic.models.layers import MARKS
 from anechoic.models.mae import MaskedAutoencoder
+from anechoic.models.network import MARKS
 from anechoic.models.preprocess import Preprocess
 from anechoic.models.sit import SiT
 from anechoic.models.uvit import UViT

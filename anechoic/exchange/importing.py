@@ -21,8 +21,8 @@ from anechoic.exchange.layouts import transformers_to_timm
 from anechoic.exchange.reading import Checkpoint, read_checkpoint
 from anechoic.exchange.told import Choices, Told, numbers
 from anechoic.models import build
-from anechoic.models.layers import MARKS, Network, NetworkConfig
 from anechoic.models.mae import MAEConfig
+from anechoic.models.network import MARKS, Network, NetworkConfig
 from anechoic.models.preprocess import Preprocess
 from anechoic.models.vit import ViTConfig
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from anechoic.config import checked, hints
 from anechoic.errors import UserError, nearest_name
-from anechoic.models.layers import Network, NetworkConfig
 from anechoic.models.mae import MAEConfig, MaskedAutoencoder
+from anechoic.models.network import Network, NetworkConfig
 from anechoic.models.resnet import ResNet, ResNetConfig
 from anechoic.models.sit import SiT, SiTConfig
 from anechoic.models.uvit import UViT, UViTConfig

@@ -11,8 +11,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from anechoic.models import build, family_of
-from anechoic.models.layers import NetworkConfig
 from anechoic.models.mae import MAEConfig, skip_sources
+from anechoic.models.network import NetworkConfig
 
 
 def forward_flops(config: NetworkConfig) -> float:

@@ -21,11 +21,7 @@ from anechoic.errors import UserError
 from anechoic.models.layers import (
     Block,
     Gelu,
-    Network,
-    NetworkConfig,
-    TransformerConfig,
     check_gelu,
-    check_heads,
     check_images,
     patchify,
     sincos_positions,
@@ -34,6 +30,7 @@ from anechoic.models.layers import (
     xavier_linears,
     zero_branch_outputs,
 )
+from anechoic.models.network import Network, NetworkConfig, TransformerConfig, check_heads
 from anechoic.models.vit import VisionTransformer, ViTConfig
 from anechoic.shortcut import Read, Slot, Stream, Tap, Write
 

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anechoic.errors import UserError
-from anechoic.models.layers import Network, NetworkConfig, check_images, zero_branch_outputs
+from anechoic.models.layers import check_images, zero_branch_outputs
+from anechoic.models.network import Network, NetworkConfig
 from anechoic.shortcut import Branch, Event, Read, Shortcut, Slot, Stream
 
 

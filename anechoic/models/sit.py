@@ -18,9 +18,7 @@ from anechoic.errors import UserError
 from anechoic.models.layers import (
     Attention,
     Mlp,
-    Network,
     PatchEmbed,
-    TransformerConfig,
     check_images,
     label_rows,
     labels_or_null,
@@ -31,6 +29,7 @@ from anechoic.models.layers import (
     unpatchify,
     xavier_linears,
 )
+from anechoic.models.network import Network, TransformerConfig
 from anechoic.shortcut import Add, Branch, Event, Read, Shortcut, Stream
 
 

@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from anechoic.errors import UserError
 from anechoic.models.layers import (
     Block,
-    Network,
     PatchEmbed,
-    TransformerConfig,
     check_images,
     label_rows,
     labels_or_null,
@@ -29,6 +27,7 @@ from anechoic.models.layers import (
     unpatchify,
     zero_branch_outputs,
 )
+from anechoic.models.network import Network, TransformerConfig
 from anechoic.shortcut import Concatenate, Event, Read, Shortcut, Stream
 
 

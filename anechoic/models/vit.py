@@ -19,10 +19,7 @@ from anechoic.errors import UserError
 from anechoic.models.layers import (
     Block,
     Gelu,
-    Network,
-    NetworkConfig,
     PatchEmbed,
-    TransformerConfig,
     check_gelu,
     check_images,
     patchify,
@@ -33,6 +30,7 @@ from anechoic.models.layers import (
     xavier_linears,
     zero_branch_outputs,
 )
+from anechoic.models.network import Network, NetworkConfig, TransformerConfig
 from anechoic.shortcut import Read, Slot, Stream, Write
 
 

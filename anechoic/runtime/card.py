@@ -13,7 +13,7 @@ from torch import Tensor
 
 from anechoic.errors import UserError
 from anechoic.models import build, from_json
-from anechoic.models.layers import Network, NetworkConfig, check_marks
+from anechoic.models.network import Network, NetworkConfig, check_marks
 from anechoic.models.preprocess import Preprocess
 from anechoic.runtime.untrusted import of_kind
 

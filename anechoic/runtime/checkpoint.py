@@ -21,7 +21,7 @@ from torch import Tensor
 
 from anechoic.errors import UserError
 from anechoic.models import family_of, to_json
-from anechoic.models.layers import Network, check_marks
+from anechoic.models.network import Network, check_marks
 from anechoic.models.preprocess import Preprocess
 from anechoic.runtime.card import FORMAT, network_of
 from anechoic.runtime.files import (

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from anechoic.errors import UserError
 from anechoic.models import build
-from anechoic.models.layers import MARKS, Network, NetworkConfig, zero_branch_outputs
+from anechoic.models.layers import zero_branch_outputs
+from anechoic.models.network import MARKS, Network, NetworkConfig
 from anechoic.shortcut import AlphaMin, Shortcut, Stream, shortcut_factors
 from anechoic.surgery import blocks
 from anechoic.surgery.algebra import Factors, edits, rescale
