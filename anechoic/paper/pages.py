@@ -274,12 +274,15 @@ def losses_body(grid: Grid, records: Records, out: Path) -> list[str]:
         for label, _, found in points:
             shown = f"{found.mean:.4f}" if found.n else "not run"
             lines.append(line([label, f"**{shown}**" if found.mean == least else shown, str(found.n)]))
-    curves: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
-    for name, points in series.items():
-        arm, _, length = name.rpartition(", ")
-        curves.setdefault(f"{title}, {length}", {})[arm] = [
-            (math.log2(rate), found.mean, found.half or 0.0) for _, rate, found in points if found.n
-        ]
+    arms, lengths = (list(dict.fromkeys(name.rpartition(", ")[i] for name in series)) for i in (0, 2))
+    # Every panel has every arm, if need be without points, so that an arm looks the same in all.
+    curves = {
+        f"{title}, {length}": {
+            arm: [(math.log2(x), y.mean, y.half or 0.0) for _, x, y in series.get(f"{arm}, {length}", []) if y.n]
+            for arm in arms
+        }
+        for length in lengths
+    }
     figures.draw_estimates(curves, out / grid.name, xlabel="peak rate, as a power of two")
     return [*lines, "", f"![{grid.title}]({grid.name}.png)"]
 
