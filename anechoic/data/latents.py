@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from anechoic.data.source import BadImage, Source, check_labels, digest
 from anechoic.errors import UserError
 from anechoic.models.preprocess import Preprocess
 from anechoic.rng import Draws
+from anechoic.runtime.files import write_aside
 from anechoic.runtime.fingerprint import hash_tensors
 from anechoic.runtime.untrusted import of_kind, read_table, refuse_giants, refuse_odd_files, refuse_unbacked
 
@@ -167,38 +167,35 @@ def write_latents(
         raise UserError(f"this autoencoder reduces sides {factor}-fold: choose --image-size as a multiple of {factor}.")
     if out.exists():
         raise UserError(f"{out} exists already; choose another directory for the latents, or remove it first.")
-    temporary = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
     kept: list[int] = []
-    with open(temporary / MOMENTS, "wb") as file:
-        for start in range(0, len(source), batch_size):
-            indices = range(start, min(start + batch_size, len(source)))
-            found = source.read_many(indices)
-            source.note_skipped((bad.name, bad.reason) for bad in found if isinstance(bad, BadImage))
-            good = {
-                i: crop_square(image, image_size)
-                for i, image in zip(indices, found, strict=True)
-                if isinstance(image, Tensor)
-            }
-            if good:
-                file.write(mirrored_moments(vae, torch.stack(list(good.values()))).tobytes())
-            kept += good
-            progress(len(indices))
-    if source.labels is not None:
-        np.save(temporary / LABELS, np.asarray(source.labels, dtype=np.int64)[kept])
-    side = image_size // factor
-    card = LatentCard(
-        scale=float(vae.config.scaling_factor if scale is None else scale),
-        vae=vae_name,
-        vae_hash=hash_tensors(vae.state_dict()),
-        image_size=image_size,
-        shape=(len(kept), 2, 2 * vae.config.latent_channels, side, side),
-        source=source.fingerprint,
-        classes=source.classes,
-    )
-    (temporary / CARD).write_text(json.dumps(asdict(card), indent=2) + "\n")
-    temporary.rename(out)
+    with write_aside(out, folder=True) as temporary:
+        with open(temporary / MOMENTS, "wb") as file:
+            for start in range(0, len(source), batch_size):
+                indices = range(start, min(start + batch_size, len(source)))
+                found = source.read_many(indices)
+                source.note_skipped((bad.name, bad.reason) for bad in found if isinstance(bad, BadImage))
+                good = {
+                    i: crop_square(image, image_size)
+                    for i, image in zip(indices, found, strict=True)
+                    if isinstance(image, Tensor)
+                }
+                if good:
+                    file.write(mirrored_moments(vae, torch.stack(list(good.values()))).tobytes())
+                kept += good
+                progress(len(indices))
+        if source.labels is not None:
+            np.save(temporary / LABELS, np.asarray(source.labels, dtype=np.int64)[kept])
+        side = image_size // factor
+        card = LatentCard(
+            scale=float(vae.config.scaling_factor if scale is None else scale),
+            vae=vae_name,
+            vae_hash=hash_tensors(vae.state_dict()),
+            image_size=image_size,
+            shape=(len(kept), 2, 2 * vae.config.latent_channels, side, side),
+            source=source.fingerprint,
+            classes=source.classes,
+        )
+        (temporary / CARD).write_text(json.dumps(asdict(card), indent=2) + "\n")
     return card
 
 

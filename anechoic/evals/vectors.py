@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from anechoic.errors import UserError
 from anechoic.evals.encoders import Encoder
 from anechoic.evals.feature_cache import features_of
 from anechoic.evals.features import Pooling
+from anechoic.runtime.files import write_aside
 
 FORMATS = (".npz", ".parquet", ".csv")
 CHUNK = 4096
@@ -47,17 +47,13 @@ def embed_source(
 def write_vectors(path: Path, vectors: np.ndarray, *, names: Sequence[str], about: dict[str, str]) -> None:
     """Names and float32 vectors (n, D) as .npz, .parquet or .csv; `about` says which encoder, layer and pooling.
 
-    Written beside the path and renamed when complete; rows are streamed, so `vectors` may be a file itself.
+    Rows are streamed, so `vectors` may be a file itself.
     """
     check_format(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".new-{path.name}")
     writer = {".npz": write_npz, ".parquet": write_parquet, ".csv": write_csv}[path.suffix.lower()]
-    try:
+    with write_aside(path) as temporary:
         writer(temporary, vectors, names, about)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def check_format(path: Path) -> None:

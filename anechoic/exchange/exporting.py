@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -31,6 +30,7 @@ from anechoic.models.sit import SiT
 from anechoic.models.uvit import UViT
 from anechoic.models.vit import VisionTransformer, ViTConfig
 from anechoic.runtime.checkpoint import load, model_card, write_model
+from anechoic.runtime.files import write_aside
 from anechoic.shortcut import Read, Stream
 from anechoic.surgery import fold, fold_along
 
@@ -93,7 +93,7 @@ def _traced(model: Any, images: Tensor) -> Any:
 
 
 def to_torch_export(model: Any, folder: Path, images: Tensor) -> Exported:
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "model.pt2"
     torch.export.save(_traced(model, images), path)
     reloaded = torch.export.load(path).module()
@@ -112,7 +112,7 @@ def to_onnx(model: Any, folder: Path, images: Tensor) -> Exported:
         # torch 2.13 deprecates a class that its own exporter still uses.
         warnings.simplefilter("ignore", FutureWarning)
         onnx_program: Any = torch.onnx.export(program, input_names=names, output_names=["output"], verbose=False)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "model.onnx"
     onnx_program.save(path)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
@@ -323,7 +323,7 @@ def to_hub_folder(model: Any, folder: Path, images: Tensor) -> Exported:
 
 
 def _write(folder: Path, tensors: Tensors, files: Mapping[str, Any]) -> None:
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     contiguous = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     # transformers opens a file only if it says that its tensors are torch's.
     save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
@@ -345,11 +345,6 @@ def export_model(model: Any, folder: Path, *, to: str, images: Tensor) -> Export
     """Write a new folder, or nothing at all."""
     if folder.exists():
         raise UserError(f"{folder} exists already: choose another --out.")
-    temporary = folder.with_name(f".new-{folder.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
+    with write_aside(folder, folder=True) as temporary:
         exported = TARGETS[to](model, temporary, images)
-        temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return Exported(folder, exported.differences)
