@@ -228,8 +228,9 @@ class Evaluator:
                 continue
             for key, values in found.items():
                 rows.setdefault(key, {**about, "layer": key[0], "pooling": key[1]}).update(values)
-        skipped = tuple(item for part in (subject.train, subject.test) if part is not None for item in part.skipped)
-        return Evaluation(list(rows.values()), network, counts(subject), skipped)
+        # Two parts of one source know the same unreadable images.
+        skipped = [item for part in (subject.train, subject.test) if part is not None for item in part.skipped]
+        return Evaluation(list(rows.values()), network, counts(subject), tuple(dict.fromkeys(skipped)))
 
 
 def counts(subject: Subject) -> dict[str, int]:
