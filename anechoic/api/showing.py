@@ -30,7 +30,7 @@ def demo(*, out: Path = Path("runs/demo"), samples: int = 76_800, seed: int = 0)
     started = time.perf_counter()
     shown = run_demo(out, samples=samples, seed=seed)
     outcome = Outcome(
-        config={"data": "digits", "alpha_min": ARMS},
+        config={"out": str(out), "samples": samples, "data": "digits", "alpha_min": ARMS},
         metrics={"rows": shown.rows, "layers": shown.layers, "training_seconds": shown.training_seconds},
         seed=seed,
         seconds=time.perf_counter() - started,

@@ -244,11 +244,14 @@ class Loader:
 
 @contextmanager
 def naming_killed_workers() -> Iterator[None]:
-    """A worker that was killed is told in one sentence; torch raises it wherever the main thread happens to be."""
+    """A worker that was killed is told in one sentence; torch raises it wherever the main thread happens to be.
+
+    Who was just reading what the worker sent meets a lost connection instead.
+    """
     try:
         yield
-    except RuntimeError as problem:
-        if "DataLoader worker" not in str(problem):
+    except (RuntimeError, ConnectionResetError, EOFError) as problem:
+        if isinstance(problem, RuntimeError) and "DataLoader worker" not in str(problem):
             raise
         raise UserError(
             "A process that decodes images was ended from outside, as the system does when memory runs out: give the "
