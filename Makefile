@@ -8,8 +8,7 @@ BIN := $(VENV)/bin
 install: $(VENV)/everything
 
 # The constraints file pins torch to a build that needs no accelerator; an unpinned install may pull gigabytes.
-# Bytecode is made for what is imported, not for everything that is installed.
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 $(VENV)/core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -27,7 +26,7 @@ lint: install
 	$(BIN)/mypy
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # Lint, types and the tests that need neither a training nor a process of their own.
 quick: lint
