@@ -294,7 +294,12 @@ def keep(door: str, name: str, path: Path, report: dict[str, Any]) -> None:
             odd["pipes"].append(str(item.relative_to(path.parent)))
         elif item.is_dir() and not item.is_symlink() and not any(item.iterdir()):
             odd["folders"].append(str(item.relative_to(path.parent)))
-    note = {"name": path.name, **odd, "outcome": report["outcome"], "detail": report["detail"][-600:]}
+    note = {
+        "name": path.name,
+        **odd,
+        "outcome": report["outcome"],
+        "detail": "".join(report["detail"].split("\n")[-2:])[-200:],
+    }
     (folder / "input.json").write_text(json.dumps(note, indent=1) + "\n")
 
 

@@ -26,6 +26,7 @@ from anechoic.config import (
 from anechoic.paper.grids import Grid, Row, Variant
 from anechoic.paper.trial import EvalPlan
 from anechoic.recipes import recipe
+from anechoic.recipes.pocket import MODEL
 from anechoic.shortcut import Form
 
 SEEDS = (0, 1, 2)
@@ -37,15 +38,6 @@ SAMPLES = 64_000
 MAP_SAMPLES = 38_400
 # A residual arm and a decayed one.
 PAIR = (1.0, 0.6)
-MODEL: dict[str, Any] = {
-    "patch_size": 8,
-    "dim": 96,
-    "depth": 6,
-    "num_heads": 3,
-    "decoder_dim": 48,
-    "decoder_depth": 3,
-    "decoder_num_heads": 3,
-}
 
 
 def mae(

@@ -9,6 +9,17 @@ from dataclasses import replace
 
 from anechoic.config import Config, DataConfig, ModelConfig, MonitorConfig, OptimConfig, ShortcutConfig
 
+# The autoencoder of the pocket protocol.
+MODEL = {
+    "patch_size": 8,
+    "dim": 96,
+    "depth": 6,
+    "num_heads": 3,
+    "decoder_dim": 48,
+    "decoder_depth": 3,
+    "decoder_num_heads": 3,
+}
+
 
 def pocket_mae_digits() -> Config:
     """A tiny masked autoencoder on scikit-learn's digits, embedded in the package.
@@ -85,15 +96,7 @@ def pocket_mae_emoji() -> Config:
         data=DataConfig(source="emoji", image_size=48, scale=(0.5, 1.0), holdout=256),
         model=ModelConfig(
             "mae_tiny_patch4",
-            {
-                "patch_size": 8,
-                "dim": 96,
-                "depth": 6,
-                "num_heads": 3,
-                "decoder_dim": 48,
-                "decoder_depth": 3,
-                "decoder_num_heads": 3,
-            },
+            dict(MODEL),
         ),
         shortcut=ShortcutConfig(alpha_min=0.6),
         optim=OptimConfig(algorithm="muon", batch_size=128, samples=96_000, lr=8e-3),
