@@ -22,6 +22,7 @@ VERBS = {
     "knn": "evaluating",
     "probe": "evaluating",
     "analyze": "explaining",
+    "report": "reporting",
     "segment": "segmenting",
     "sample": "generating",
     "frechet": "generating",
