@@ -23,6 +23,7 @@ VERBS = {
     "probe": "evaluating",
     "analyze": "explaining",
     "report": "reporting",
+    "serve": "reporting",
     "segment": "segmenting",
     "sample": "generating",
     "frechet": "generating",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Annotated
@@ -62,3 +63,50 @@ def report(
     words = [f"{s.name}: {s.verdict.text}" if s.verdict else f"{s.name}: {' '.join(s.missing)}" for s in summaries]
     config = {"output": str(path)}
     return Outcome(config, metrics, seed, time.perf_counter() - started, "\n".join([*words, str(path)]))
+
+
+def serve(
+    run: Path,
+    /,
+    *,
+    data: str | None = None,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    token: str | None = None,
+    device: str = "auto",
+    upload_mb: int = 20,
+    queue: int = 32,
+) -> Outcome:
+    """Show a run live in the browser: its training, stop and resume; then neighbours and reconstructions of any image.
+
+    The same is a JSON API, described in /openapi.json: /embed, /search, /reconstruct, /patches, /sample. It needs the
+    packages of the extra web. Ctrl-C ends it; a training that was resumed on the page saves and ends too.
+
+    Example: anechoic serve runs/photos
+
+    Args:
+        run: the run directory, of a training that goes on, has stopped or has ended.
+        data: the images that are searched; the run's own by default.
+        host: the address to listen on; others than this machine's own need a token.
+        port: the port; 0 takes any that is free.
+        token: what has to be known to get in: the page's address ends in ?token=TOKEN, programs send Authorization:
+            Bearer TOKEN. The environment variable ANECHOIC_TOKEN does the same and is not seen by other users.
+        device: cpu, cuda, mps; auto takes an accelerator if there is one.
+        upload_mb: the largest request, in MB.
+        queue: how many requests wait for the network before further ones are told to come again.
+    """
+    try:
+        from anechoic.serve.server import run_server
+    except ImportError as error:
+        raise UserError('A live page needs more packages: pip install "anechoic[web]".') from error
+    run_server(
+        run,
+        data=data,
+        host=host,
+        port=port,
+        token=token or os.environ.get("ANECHOIC_TOKEN"),
+        device=device,
+        upload_mb=upload_mb,
+        queue=queue,
+    )
+    return Outcome({}, {}, text="")

@@ -110,6 +110,26 @@ def read_environment(path: Path) -> dict[str, Any]:
         return {}
 
 
+def holder(path: Path) -> int | None:
+    """The process of this machine that owns the run directory now; None if there is none, or it runs elsewhere."""
+    lock = FileLock(path / ".lock", timeout=0, thread_local=False)
+    try:
+        with lock:
+            return None
+    except Timeout:
+        pass
+    except OSError:  # a directory that cannot be written has no lock to hold
+        return None
+    try:
+        words = (path / ".owner").read_text(errors="replace").split()
+    except OSError:
+        return None
+    match words:
+        case ["process", number, "on", host] if number.isdecimal() and host == socket.gethostname():
+            return int(number)
+    return None
+
+
 class Run:
     """A run directory that this process owns while the object is open; the system frees the lock of a dead process."""
 
