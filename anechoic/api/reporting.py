@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -95,10 +96,10 @@ def serve(
         upload_mb: the largest request, in MB.
         queue: how many requests wait for the network before further ones are told to come again.
     """
-    try:
-        from anechoic.serve.server import run_server
-    except ImportError as error:
-        raise UserError('A live page needs more packages: pip install "anechoic[web]".') from error
+    if any(find_spec(name) is None for name in ("fastapi", "uvicorn", "python_multipart")):
+        raise UserError('A live page needs more packages: pip install "anechoic[web]".')
+    from anechoic.serve.server import run_server
+
     run_server(
         run,
         data=data,

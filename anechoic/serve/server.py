@@ -60,9 +60,8 @@ def check_token(token: str | None, *, host: str, local: bool) -> None:
         raise UserError(
             f"{host} can be reached from other machines, so a token is needed: give --token, or listen on 127.0.0.1."
         )
-    if token and (
-        len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable() or set(token) & set(' ;,"')
-    ):
+    usable = token is None or (token.isascii() and token.isprintable() and not set(token) & set(' ;,"'))
+    if token and (len(token) < SHORTEST_TOKEN or not usable):
         raise UserError(f'A token has at least {SHORTEST_TOKEN} letters, digits or signs, without spaces and ;,".')
 
 
