@@ -19,7 +19,7 @@ from anechoic.train.engine import fit
 
 pytest.importorskip("fastapi")
 
-from serving import BOUNDARY, make_pictures, png, serving, small_config, wait_for
+from serving import BOUNDARY, FORM, make_pictures, png, serving, small_config, wait_for
 
 from anechoic.serve.guard import ImpatientProtocol, Limits
 from anechoic.serve.server import check_token, is_local, listen
