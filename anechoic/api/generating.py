@@ -158,7 +158,7 @@ def frechet(
 
 def measure(where: str, extractor: Any, *, num: int | None, image_size: int | None, batch_size: int) -> Any:
     """Statistics of one side: read from a file of them, else measured on its images."""
-    from tqdm import tqdm
+    from tqdm.auto import tqdm
 
     from anechoic.data import open_source
     from anechoic.diffusion.generation import image_batches, read_receipt
@@ -241,7 +241,7 @@ def encode_latents(
         batch_size: images encoded at once.
     """
     import torch
-    from tqdm import tqdm
+    from tqdm.auto import tqdm
 
     from anechoic.data import open_source
     from anechoic.data.latents import load_vae, write_latents

@@ -42,6 +42,10 @@ class Encoder:
     batch_size: ClassVar[int] = 256
     batch_size_on_cores: ClassVar[int] = 64
 
+    def batch_size_on(self, device: str) -> int:
+        """On devices of this type."""
+        return self.batch_size_on_cores if device == "cpu" else self.batch_size
+
     @property
     def image_size(self) -> int:
         return self.preprocess.image_size
@@ -58,6 +62,12 @@ class Encoder:
     def prepare(self, images: Tensor, ids: Tensor) -> Tensor:
         """uint8 images (B, C, H, W) of the samples `ids` (B,), on the device -> the network's input."""
         return self.preprocess.apply(images)
+
+    def embed(self, images: Any, **options: Any) -> Any:
+        """Vectors (n, D) of paths, Pillow images, arrays or a folder; options: see evals/embedding.py."""
+        from anechoic.evals.embedding import embed
+
+        return embed(self, images, **options)
 
     def for_part(self, part: int) -> Encoder:
         """The encoder for one part of the data (0: train, 1: test), where what it draws depends on that."""
@@ -103,13 +113,18 @@ def open_encoder(spec: str | Path, *, image_size: int | None = None) -> Encoder:
 
 
 def run_encoder(path: str | Path) -> Encoder:
-    from anechoic.models import build, family_of
     from anechoic.runtime.checkpoint import load
 
-    model = load(path)
+    return encoder_of(load(path), name=Path(path).name or str(path))
+
+
+def encoder_of(model: Any, *, name: str) -> Encoder:
+    """A network of ours that knows its preprocess."""
+    from anechoic.models import build, family_of
+
     if family_of(model.config) in ("uvit", "sit"):
-        raise UserError(f"{path} is a diffusion model, whose features depend on the noise: use anechoic probe --noise.")
-    return Encoder(Path(path).name or str(path), model, model.preprocess, untrained=lambda: build(model.config).eval())
+        raise UserError(f"{name} is a diffusion model, whose features depend on the noise: use anechoic probe --noise.")
+    return Encoder(name, model, model.preprocess, untrained=lambda: build(model.config).eval())
 
 
 # ---- other people's models
