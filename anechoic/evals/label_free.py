@@ -20,7 +20,7 @@ from anechoic.evals.features import Key, evaluating, extract_batches
 from anechoic.evals.knn import unit_rows
 from anechoic.evals.labelled import evenly
 from anechoic.evals.reconstruction import reconstructs
-from anechoic.evals.retrieval import rescaled
+from anechoic.evals.whitening import rescaled
 from anechoic.models.layers import patchify
 from anechoic.models.mae import normalise_patches
 from anechoic.rng import Draws

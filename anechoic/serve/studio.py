@@ -17,16 +17,17 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from anechoic.data import Source, Undecodable, decode
+from anechoic.data import Undecodable, decode, open_source
 from anechoic.data.decoding import FORMATS
 from anechoic.data.loader import min_side_for
 from anechoic.diffusion.generation import Request, generate
 from anechoic.errors import UserError
 from anechoic.evals.analysis import eigenvector_colours
+from anechoic.evals.embedding import Pictures
 from anechoic.evals.encoders import Encoder
 from anechoic.evals.feature_cache import batches, features_of
 from anechoic.evals.features import Pooling, patch_maps
-from anechoic.evals.index import Index, Searchable, open_index
+from anechoic.evals.index import Index, Searchable, default_pooling, default_scaling, open_index
 from anechoic.evals.reconstruction import filled_in, grid_of, reconstructs, to_pixels
 from anechoic.report.run_page import as_bytes
 from anechoic.report.runs import RunOnDisk, encoder_of, open_run
@@ -35,25 +36,6 @@ from anechoic.rng import Draws
 from anechoic.runtime.checkpoint import model_directory
 
 PICTURE = 256
-
-
-class Given(Source):
-    """Decoded images that came in."""
-
-    resident = True
-
-    def __init__(self, images: Sequence[Tensor], *, channels: int) -> None:
-        super().__init__()
-        self.images, self.channels, self.fingerprint = images, channels, "given"
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def name(self, index: int) -> str:
-        return str(index)
-
-    def read(self, index: int, *, min_side: int | None = None) -> Tensor:
-        return self.images[index]
 
 
 class Studio:
@@ -101,7 +83,7 @@ class Studio:
     def prepared(self, data: bytes) -> Tensor:
         """(1, C, H, W) as the network sees it."""
         encoder = self.encoder()
-        return next(batches(encoder, Given([self.decoded(data)], channels=encoder.channels), device=self.device))
+        return next(batches(encoder, Pictures([self.decoded(data)], channels=encoder.channels), device=self.device))
 
     def embed(self, uploads: Sequence[bytes], *, layer: int, pooling: Pooling | None) -> list[Any]:
         """A vector for each upload, or the UserError it deserves."""
@@ -118,7 +100,7 @@ class Studio:
             return found
         features = features_of(
             encoder,
-            Given(images, channels=encoder.channels),
+            Pictures(images, channels=encoder.channels),
             layers=(layer,),
             poolings=(pooling or encoder.poolings[0],),
             device=self.device,
@@ -224,10 +206,8 @@ class Collection:
 
     @classmethod
     def of(cls, path: Path, where: str, encoder: Encoder, device: str) -> Collection:
-        from anechoic.data import open_source
-
         source = open_source(where, channels=encoder.channels)
-        pooling: Pooling = "mean"
+        pooling = default_pooling(encoder)
         index = open_index(
             encoder, source, encoder_name=str(path), place=where, layer=-1, pooling=pooling, device=device
         )
@@ -235,7 +215,7 @@ class Collection:
 
     @cached_property
     def searchable(self) -> Searchable:
-        return Searchable.of(self.index.vectors, "whitened" if len(self.index.ids) > 2 else "raw")
+        return Searchable.of(self.index.vectors, default_scaling(*self.index.vectors.shape))
 
     def __len__(self) -> int:
         return len(self.index.ids)
