@@ -142,8 +142,8 @@ def make_pictures(folder: Path) -> Path:
     return folder
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 30) -> None:
+def wait_for(condition: Callable[[], Any], seconds: float = 60, *, every: float = 0.05) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it took too long"
-        time.sleep(0.05)
+        time.sleep(every)

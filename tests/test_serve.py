@@ -95,7 +95,7 @@ def test_an_image_of_the_collection_is_its_own_neighbour(client):
 
 def test_patches_are_hidden_as_asked(client, pictures):
     image = (pictures / "05.jpg").read_bytes()
-    shown = client.upload("/reconstruct", image, hidden="").json
+    shown = client.upload("/reconstruct", image, hidden="none").json
     assert (shown["rows"], shown["columns"], shown["hidden"], shown["error"]) == (4, 4, [], 0.0)
     assert shown["reconstruction"] == shown["image"]
     some = client.upload("/reconstruct", image, hidden="3, 5,5").json
@@ -206,7 +206,7 @@ def test_a_training_is_followed_stopped_and_resumed(tmp_path):
     command = [sys.executable, "-m", "anechoic.train", str(tmp_path / "config.json"), str(path)]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
-        wait_for(lambda: len(read_metrics(path)) > 3, 60)
+        wait_for(lambda: len(read_metrics(path)) > 3, 120, every=0.2)
         with serving(path) as client:
             status = client.get("/status").json
             assert status["state"] == "running"
@@ -215,7 +215,7 @@ def test_a_training_is_followed_stopped_and_resumed(tmp_path):
             assert client.upload("/embed", jpeg(np.zeros((16, 16, 3), np.uint8))).status == 409
             assert client.post("/resume").status == 400
             assert client.post("/stop").status == 200
-            assert process.wait(timeout=30) == 128 + signal.SIGTERM
+            assert process.wait(timeout=60) == 128 + signal.SIGTERM
             stopped = client.get("/status").json
             assert stopped["state"] == "stopped"
             assert stopped["seen"] < 32 * 150
@@ -224,7 +224,7 @@ def test_a_training_is_followed_stopped_and_resumed(tmp_path):
             assert client.post("/stop").status == 400
             assert client.post("/resume").status == 200
             assert client.get("/status").json["state"] == "running"
-            wait_for(lambda: client.get("/status").json["state"] == "finished", 60)
+            wait_for(lambda: client.get("/status").json["state"] == "finished", 180, every=0.5)
     finally:
         process.kill()
         process.wait()

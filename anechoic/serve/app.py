@@ -254,7 +254,7 @@ def create_app(
         image: Upload,
         hidden: Annotated[
             str | None,
-            Form(max_length=20_000, description="numbers of patches, row by row, with commas; leave out to draw them"),
+            Form(max_length=20_000, description="numbers of patches, row by row, as 3,17; or none; leave out to draw"),
         ] = None,
         ratio: Annotated[float, Form(ge=0, le=1)] = 0.75,
         seed: Annotated[int, Form(ge=0, le=2**31 - 1)] = 0,
@@ -284,7 +284,9 @@ def alone(function: Any, arguments: Sequence[Any]) -> list[Any]:
 
 
 def numbers(text: str) -> list[int]:
-    """ "3, 17" -> [3, 17]"""
+    """ "3, 17" -> [3, 17]; an empty field of a form counts as left out, so there is a word for none."""
+    if text.strip() == "none":
+        return []
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not all(word.isascii() and word.isdecimal() and len(word) < 8 for word in words):
         raise UserError("Hidden patches are given as numbers with commas between them.")

@@ -113,7 +113,7 @@
       $("error").textContent = problem.message;
     }
   }
-  const painted = () => reconstruct({ hidden: [...hidden].join(",") });
+  const painted = () => reconstruct({ hidden: [...hidden].join(",") || "none" });
   const drawn = () => reconstruct({ ratio: $("ratio").value, seed });
 
   async function look(chosen) {
