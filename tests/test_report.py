@@ -66,7 +66,7 @@ def test_the_numbers_of_the_page_are_those_of_the_outcome(single):
     found, page = single
     assert embedded(page) == json.loads(json.dumps(found.metrics))
     (run,) = found.metrics["runs"]
-    assert run["verdict"]["word"] in page
+    assert run["verdict"]["word"].capitalize() in page
     assert all(reason.split(" (")[0] in page for reason in run["verdict"]["reasons"])
     assert f'data-value="{run["layers"][-1]["knn"]!r}"' in page
 

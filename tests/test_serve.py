@@ -180,7 +180,7 @@ def test_status_says_how_far_it_is(client, run):
     assert found["charts"].startswith("<figure>")
     assert found["resume_command"] == ""
     judged = client.get("/verdict").json
-    assert judged["word"] in judged["html"]
+    assert judged["word"].capitalize() in judged["html"]
 
 
 def test_the_whole_report_is_served(client):

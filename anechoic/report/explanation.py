@@ -100,21 +100,6 @@ def draw_neighbours(
     if k < 1:
         return []
     queries = sampled(len(vectors), QUERIES, seed=seed)
-    indices, similarities = others_near(vectors, queries, k=k)
-    pixels = to_pixels(subject.encoder, images_of(subject, np.concatenate([queries, indices.flatten()])))
-    return figures.draw_neighbours(
-        pixels[: len(queries)],
-        pixels[len(queries) :].reshape(*indices.shape, *pixels.shape[1:]),
-        path,
-        similarities=similarities,
-        names=[[caption(subject, int(j)) for j in (query, *row)] for query, row in zip(queries, indices, strict=True)],
-        correct=None if labels is None else labels[indices] == labels[queries][:, None],
-        title=subject.encoder.name,
-    )
-
-
-def others_near(vectors: np.ndarray, queries: np.ndarray, *, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of vectors nearest to those of the queries and their similarities, (Q, k) each, without the query itself."""
     found = nearest(vectors, vectors[queries], k=k + 1)
     # The image itself is one of its neighbours, the first unless others are equal to it.
     pairs = zip(found.indices.tolist(), found.similarities.tolist(), strict=True)
@@ -122,7 +107,17 @@ def others_near(vectors: np.ndarray, queries: np.ndarray, *, k: int) -> tuple[np
         [(j, s) for j, s in zip(*pair, strict=True) if j != query][:k]
         for query, pair in zip(queries.tolist(), pairs, strict=True)
     ]
-    return np.array([[j for j, _ in row] for row in kept]), np.array([[s for _, s in row] for row in kept])
+    indices = np.array([[j for j, _ in row] for row in kept])
+    pixels = to_pixels(subject.encoder, images_of(subject, np.concatenate([queries, indices.flatten()])))
+    return figures.draw_neighbours(
+        pixels[: len(queries)],
+        pixels[len(queries) :].reshape(*indices.shape, *pixels.shape[1:]),
+        path,
+        similarities=np.array([[s for _, s in row] for row in kept]),
+        names=[[caption(subject, int(j)) for j in (query, *row)] for query, row in zip(queries, indices, strict=True)],
+        correct=None if labels is None else labels[indices] == labels[queries][:, None],
+        title=subject.encoder.name,
+    )
 
 
 def caption(subject: Subject, row: int) -> str:

@@ -13,10 +13,11 @@ import numpy as np
 
 from anechoic.evals.analysis import tsne
 from anechoic.evals.evaluator import Subject
+from anechoic.evals.index import Searchable, default_scaling, nearest_others
 from anechoic.evals.reconstruction import reconstructions, reconstructs, to_pixels
 from anechoic.evals.verdict import Verdict
 from anechoic.report.charts import line_chart
-from anechoic.report.explanation import caption, images_of, names_of, others_near, sampled
+from anechoic.report.explanation import images_of, names_of, sampled
 from anechoic.report.html import (
     Html,
     Section,
@@ -94,7 +95,7 @@ def verdict_parts(summary: Summary, *, named: bool) -> list[str]:
 
 
 def verdict_note(verdict: Verdict, name: str = "") -> Html:
-    word = Html(f"<strong>{safe(name)}{safe(verdict.word)}</strong>")
+    word = Html(f'<strong style="font-size: 1.2rem">{safe(name)}{safe(verdict.word.capitalize())}</strong>')
     return note(word, *verdict.reasons, *(f"Try: {advice}" for advice in verdict.advice), kind=KINDS[verdict.word])
 
 
@@ -293,23 +294,30 @@ def neighbour_parts(subject: Subject) -> list[str]:
     if k < 1:
         return []
     queries = sampled(len(vectors), QUERIES, seed=subject.spec.seed)
-    indices, similarities = others_near(vectors, queries, k=k)
-    parts: list[str] = ["The first of each row, framed, was looked for among all the others."]
-    for query, found, near in zip(queries, indices, similarities, strict=True):
-        pictures = pictures_of(subject, np.array([query, *found]))
-        words = [
-            [caption(subject, query)],
-            *([caption(subject, j), f"{s:.3f}"] for j, s in zip(found, near, strict=True)),
-        ]
+    units = Searchable.of(vectors, default_scaling(*vectors.shape)).units
+    near = nearest_others(units, queries, k=k)
+    parts: list[str] = ["The first of each row, framed, was looked for among all the others, as anechoic search does."]
+    for query, found, similarities in zip(queries, near.indices.numpy(), near.similarities.tolist(), strict=True):
+        rows = np.array([query, *found])
+        told = ["", *(f"{similarity:.3f}" for similarity in similarities)]
+        shown = zip(rows, pictures_of(subject, rows), told, strict=True)
         parts.append(
             grid(
                 [
-                    Thumbnail(thumbnail(picture), lines, marked=i == 0)
-                    for i, (picture, lines) in enumerate(zip(pictures, words, strict=True))
+                    Thumbnail(thumbnail(picture), [*names_for(subject, row), words], marked=row == query)
+                    for row, picture, words in shown
                 ]
             )
         )
     return parts
+
+
+def names_for(subject: Subject, row: int) -> list[str]:
+    """The end of an image's name and, if it has one, its class."""
+    assert subject.test is not None
+    index = int(subject.test.ids[row])
+    labels, name = subject.labelled.test_labels, Path(subject.labelled.test.name(index)).name
+    return [name] if labels is None else [name, names_of(subject)[int(labels[index])]]
 
 
 def map_parts(subject: Subject) -> list[str]:
