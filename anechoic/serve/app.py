@@ -90,7 +90,8 @@ class SampleRequest(BaseModel):
 
 
 class Status(BaseModel):
-    """charts: the curves so far, as HTML; problem: why a training that was resumed here has ended early."""
+    """charts: the curves so far, as HTML; searchable: the images are embedded; problem: why a training that was resumed
+    here has ended early, or the images cannot be embedded."""
 
     state: Literal["running", "stopped", "finished"]
     name: str
@@ -101,6 +102,7 @@ class Status(BaseModel):
     loss: float | None
     summary: str
     charts: str
+    searchable: bool
     problem: str
     resume_command: str
 
@@ -212,8 +214,14 @@ def create_app(
 
     @app.get("/status", summary="How far the run is")
     async def status() -> Status:
-        command = shlex.join(control.command)
-        return Status(**status_of(studio.run, state=control.state, problem=control.problem, resume_command=command))
+        state, problem, searchable = control.state, control.problem, False
+        if state != "running" and studio.run.seen:
+            try:
+                searchable = studio.collection is not None
+            except UserError as mistake:
+                problem = str(mistake)
+        told = status_of(studio.run, state=state, resume_command=shlex.join(control.command))
+        return Status(**told, problem=problem, searchable=searchable)
 
     @app.get("/verdict", summary="Whether training worked, judged without labels")
     async def verdict() -> Judgement:

@@ -44,7 +44,7 @@ def asset(name: str) -> Html:
 # ---- what the page is told
 
 
-def status_of(run: RunOnDisk, *, state: str, problem: str, resume_command: str) -> dict[str, Any]:
+def status_of(run: RunOnDisk, *, state: str, resume_command: str) -> dict[str, Any]:
     train = run.of_kind("train")
     samples = run.config.optim.samples or 0
     speed = train[-1].get("images_per_second") if train else None
@@ -59,7 +59,6 @@ def status_of(run: RunOnDisk, *, state: str, problem: str, resume_command: str) 
         "loss": train[-1]["loss"] if train else None,
         "summary": summary_of(run, state=state, left=left),
         "charts": figure("", training_charts(curves_alone(run))) if run.records else "",
-        "problem": problem,
         "resume_command": resume_command if state == "stopped" else "",
     }
 

@@ -48,7 +48,7 @@ class Studio:
         self._encoder: Encoder | None = None
         self._collection: Collection | None = None
         self._building: threading.Thread | None = None
-        self._build_problem = ""
+        self._build_problem: BaseException | None = None
 
     @property
     def run(self) -> RunOnDisk:
@@ -114,10 +114,10 @@ class Studio:
 
     @property
     def collection(self) -> Collection | None:
-        """None while it is made, which begins when it is first asked for and may take long; UserError if it cannot."""
+        """None while it is made, which begins when it is first asked for and may take long."""
         if self._collection is None and self._building is None:
-            if self._build_problem:
-                raise UserError(self._build_problem)
+            if self._build_problem is not None:
+                raise self._build_problem
             self._building = threading.Thread(target=self._build, name="anechoic-index", daemon=True)
             self._building.start()
         return self._collection
@@ -127,8 +127,8 @@ class Studio:
             # An encoder of its own: two threads must not run one network.
             encoder = encoder_of(self.run, device=self.device)
             self._collection = Collection.of(self.path, self.where, encoder, self.device)
-        except UserError as problem:
-            self._build_problem = str(problem)
+        except BaseException as problem:  # told to whoever asks; nobody sees what a thread raises
+            self._build_problem = problem
         finally:
             self._building = None
 

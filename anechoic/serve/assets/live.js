@@ -17,7 +17,7 @@
   }
 
   // ---- training
-  let seen = -1, state = "", judged = -1;
+  let seen = -1, state = "", judged = -1, searchable = false;
   async function follow() {
     try {
       const now = await ask("status");
@@ -31,7 +31,7 @@
       show($("problem"), now.problem !== "");
       $("problem").textContent = now.problem;
       if (now.seen !== seen) $("charts").innerHTML = now.charts;
-      [seen, state] = [now.seen, now.state];
+      [seen, state, searchable] = [now.seen, now.state, now.searchable];
       show($("studio"), state !== "running" && seen > 0);
       show($("waiting"), state === "running" || seen === 0);
       if (state === "finished" && judged !== seen) {
@@ -132,7 +132,10 @@
       draw();
       $("told").textContent = file.name ?? "";
       await drawn();
-      const found = await ask("search?k=12", form(), 300);
+      $("searched").textContent = searchable ? "" : "The images are being embedded first …";
+      while (!searchable) await sleep(500);
+      if (file !== chosen) return;
+      const found = await ask("search?k=12", form());
       $("searched").textContent = `Among ${found.searched.toLocaleString("en")} images.`;
       $("neighbours").replaceChildren(...found.neighbours.map((near) => {
         const item = document.createElement("li"), image = new Image(), name = document.createElement("b"), how = document.createElement("span");
