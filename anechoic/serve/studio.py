@@ -59,7 +59,9 @@ class Studio:
         """The newest weights; read again when there are newer ones. For the thread that computes alone."""
         weights = model_directory(self.path)
         if self._encoder is None or weights != self._weights:
-            self._encoder, self._weights, self._collection = encoder_of(self.run, device=self.device), weights, None
+            self._encoder, self._weights = encoder_of(self.run, device=self.device), weights
+        if self._collection is not None and self._collection.weights != self._encoder.fingerprint:
+            self._collection = None
         return self._encoder
 
     # ---- images that come in
@@ -201,8 +203,8 @@ def hidden_patches(count: int, hidden: Sequence[int] | None, *, ratio: float, se
 class Collection:
     """The images that are searched: an index of vectors, and their pictures by number."""
 
-    def __init__(self, index: Index, pooling: Pooling) -> None:
-        self.index, self.pooling = index, pooling
+    def __init__(self, index: Index, pooling: Pooling, weights: str) -> None:
+        self.index, self.pooling, self.weights = index, pooling, weights
 
     @classmethod
     def of(cls, path: Path, where: str, encoder: Encoder, device: str) -> Collection:
@@ -211,7 +213,7 @@ class Collection:
         index = open_index(
             encoder, source, encoder_name=str(path), place=where, layer=-1, pooling=pooling, device=device
         )
-        return cls(index, pooling)
+        return cls(index, pooling, encoder.fingerprint)
 
     @cached_property
     def searchable(self) -> Searchable:
