@@ -3,7 +3,8 @@
     python tools/validate_verdict.py --train runs/validation --emoji "runs/emoji/*" --out results/verdict-signals.json
 
 `--train` trains the grid below on digits first (about ten minutes on one core; the same command goes on). `--emoji`
-takes finished runs on the embedded emoji. Labels are used here only, to see what the signals are worth.
+takes finished runs on the embedded emoji, of which the end is looked at. A set that is not asked for keeps its place in
+the record. Labels are used here only, to see what the signals are worth.
 """
 
 from __future__ import annotations
@@ -77,14 +78,14 @@ def train_grid(folder: Path) -> list[Path]:
     return done
 
 
-def points_of(run: Path, train: str, test: str) -> list[dict[str, Any]]:
-    """Signals and k-NN of every checkpoint of a run."""
+def points_of(run: Path, train: str, test: str, *, last: bool) -> list[dict[str, Any]]:
+    """Signals and k-NN of every checkpoint of a run, or of the last one."""
     config = from_json(read_frozen_config(run) or {})
     source = open_data(config)
     held_out = Subset(source, hold_out(len(source), config.data.holdout or 0)[1])
     records = read_metrics(run)
     found = []
-    for path in checkpoints(run / "checkpoints"):
+    for path in checkpoints(run / "checkpoints")[-1 if last else 0 :]:
         encoder = run_encoder(path)
         seen = int(path.name)
         signals = measure(encoder, held_out, [record for record in records if record["seen"] <= seen])
@@ -94,7 +95,9 @@ def points_of(run: Path, train: str, test: str) -> list[dict[str, Any]]:
         alpha = config.shortcut.alpha_min
         word = verdict_of(signals, alpha_min=None if isinstance(alpha, str) else alpha).word
         knn = evaluation.value("knn", pooling="mean")
-        found.append({"run": run.name, "seen": seen, "knn": knn, "verdict": word, **signals.to_json()})
+        found.append(
+            {"run": f"{run.parent.name}/{run.name}", "seen": seen, "knn": knn, "verdict": word, **signals.to_json()}
+        )
     return found
 
 
@@ -136,10 +139,10 @@ def within_runs(by_run: dict[str, list[dict[str, Any]]], signal: str) -> dict[st
     return {"rho": mean.mean, "half": mean.half, "runs": mean.n}
 
 
-def judged(runs: Sequence[Path], train: str, test: str) -> dict[str, Any]:
+def judged(runs: Sequence[Path], train: str, test: str, *, last: bool) -> dict[str, Any]:
     points = []
     for run in runs:
-        points += points_of(run, train, test)
+        points += points_of(run, train, test, last=last)
         print(f"{run.name}: k-NN {points[-1]['knn']:.3f}, {points[-1]['verdict']}", flush=True)
     by_run: dict[str, list[dict[str, Any]]] = {}
     for point in points:
@@ -181,14 +184,14 @@ def main() -> None:
     parser.add_argument("--emoji", nargs="*", default=[])
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    sets = {}
+    sets = json.loads(arguments.out.read_text())["sets"] if arguments.out.exists() else {}
     if arguments.train:
-        sets["digits"] = judged(train_grid(arguments.train), "digits:train", "digits:test")
+        sets["digits"] = judged(train_grid(arguments.train), "digits:train", "digits:test", last=False)
     runs = sorted(Path(path) for pattern in arguments.emoji for path in glob(pattern))
     runs = [run for run in runs if (run / "checkpoints").is_dir()]
     if runs:
-        sets["emoji"] = judged(runs, "emoji:train:label=group", "emoji:test:label=group")
-    record = {"schema": 1, "commit": commit(), "machine": machine(), "sets": sets}
+        sets["emoji"] = judged(runs, "emoji:train:label=group", "emoji:test:label=group", last=True)
+    record = {"schema": 1, "seed": 0, "commit": commit(), "machine": machine(), "sets": sets}
     arguments.out.write_text(json.dumps(rounded(record), indent=1) + "\n")
 
 
