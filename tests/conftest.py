@@ -48,6 +48,7 @@ SLOW = {
     "test_sampling",
     "test_serve",
     "test_serve_bounds",
+    "test_serve_schema",
     "test_surgery_continued",
     "test_surgery_libraries",
 }
