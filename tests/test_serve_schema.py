@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-pytest.importorskip("fastapi")
-schemathesis = pytest.importorskip("schemathesis")
-
+import schemathesis
 from hypothesis import HealthCheck, given, settings
 from serving import serving, small_config
 
