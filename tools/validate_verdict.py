@@ -1,4 +1,4 @@
-"""How well do the label-free signals of `anechoic report` predict k-NN? Over runs at their end, and within runs.
+"""How well do the label-free signals of `anechoic report` predict k-NN? Over runs at their end, and over checkpoints.
 
     python tools/validate_verdict.py --train runs/validation --emoji "runs/emoji/*" --out results/verdict-signals.json
 
@@ -78,14 +78,14 @@ def train_grid(folder: Path) -> list[Path]:
     return done
 
 
-def points_of(run: Path, train: str, test: str, *, last: bool) -> list[dict[str, Any]]:
-    """Signals and k-NN of every checkpoint of a run, or of the last one."""
+def points_of(run: Path, train: str, test: str, *, part: slice) -> list[dict[str, Any]]:
+    """Signals and k-NN of this part of a run's checkpoints."""
     config = from_json(read_frozen_config(run) or {})
     source = open_data(config)
     held_out = Subset(source, hold_out(len(source), config.data.holdout or 0)[1])
     records = read_metrics(run)
     found = []
-    for path in checkpoints(run / "checkpoints")[-1 if last else 0 :]:
+    for path in checkpoints(run / "checkpoints")[part]:
         encoder = run_encoder(path)
         seen = int(path.name)
         signals = measure(encoder, held_out, [record for record in records if record["seen"] <= seen])
@@ -124,25 +124,28 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:
     return {"rho": rho(a, b), "low": float(low), "high": float(high), "runs": len(pairs)}
 
 
-def within_runs(by_run: dict[str, list[dict[str, Any]]], signal: str) -> dict[str, Any]:
-    """The mean over runs of Spearman's rho over a run's checkpoints, where it has at least five."""
-    from anechoic.report.estimates import estimate
+def over_checkpoints(by_run: dict[str, list[dict[str, Any]]], signal: str) -> dict[str, Any]:
+    """Spearman's rho over all checkpoints; the interval is a 95 % bootstrap over runs, whose checkpoints go together."""
+    groups = [[(p[signal], p["knn"]) for p in points if p[signal] is not None] for points in by_run.values()]
+    groups = [group for group in groups if group]
 
-    found = []
-    for points in by_run.values():
-        pairs = [(point[signal], point["knn"]) for point in points if point[signal] is not None]
-        if len(pairs) >= 5 and np.ptp(np.array(pairs), axis=0).min() > 0:
-            found.append(float(spearmanr(*np.array(pairs).T).statistic))
-    if len(found) < 2:
-        return {"rho": None, "half": None, "runs": len(found)}
-    mean = estimate(found)
-    return {"rho": mean.mean, "half": mean.half, "runs": mean.n}
+    def rho(chosen: Sequence[int]) -> float:
+        a, b = np.array([pair for i in chosen for pair in groups[i]]).T
+        return 0.0 if np.ptp(a) == 0 or np.ptp(b) == 0 else float(spearmanr(a, b).statistic)
+
+    count = sum(map(len, groups))
+    if len(groups) < 5 or count == len(groups):
+        return {"rho": None, "low": None, "high": None, "checkpoints": count}
+    rng = np.random.default_rng(0)
+    drawn = [rho(rng.integers(0, len(groups), len(groups))) for _ in range(2000)]
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    return {"rho": rho(range(len(groups))), "low": float(low), "high": float(high), "checkpoints": count}
 
 
-def judged(runs: Sequence[Path], train: str, test: str, *, last: bool) -> dict[str, Any]:
+def judged(runs: Sequence[Path], train: str, test: str, *, part: slice) -> dict[str, Any]:
     points = []
     for run in runs:
-        points += points_of(run, train, test, last=last)
+        points += points_of(run, train, test, part=part)
         print(f"{run.name}: k-NN {points[-1]['knn']:.3f}, {points[-1]['verdict']}", flush=True)
     by_run: dict[str, list[dict[str, Any]]] = {}
     for point in points:
@@ -160,7 +163,7 @@ def judged(runs: Sequence[Path], train: str, test: str, *, last: bool) -> dict[s
         "checkpoints": len(points),
         "knn_of_raw_pixels": of_pixels,
         "over_runs": {name: rank_correlation([end[name] for end in ends], knn) for name in SIGNALS},
-        "within_runs": {name: within_runs(by_run, name) for name in SIGNALS},
+        "over_checkpoints": {name: over_checkpoints(by_run, name) for name in SIGNALS},
         "late_gain_and_late_rise": rank_correlation([end["late_gain"] for end in ends], rises),
         "worse_than_pixels": {
             "said_and_true": sum(a and b for a, b in said),
@@ -186,11 +189,11 @@ def main() -> None:
     arguments = parser.parse_args()
     sets = json.loads(arguments.out.read_text())["sets"] if arguments.out.exists() else {}
     if arguments.train:
-        sets["digits"] = judged(train_grid(arguments.train), "digits:train", "digits:test", last=False)
+        sets["digits"] = judged(train_grid(arguments.train), "digits:train", "digits:test", part=slice(1, None, 2))
     runs = sorted(Path(path) for pattern in arguments.emoji for path in glob(pattern))
     runs = [run for run in runs if (run / "checkpoints").is_dir()]
     if runs:
-        sets["emoji"] = judged(runs, "emoji:train:label=group", "emoji:test:label=group", last=True)
+        sets["emoji"] = judged(runs, "emoji:train:label=group", "emoji:test:label=group", part=slice(-1, None))
     record = {"schema": 1, "seed": 0, "commit": commit(), "machine": machine(), "sets": sets}
     arguments.out.write_text(json.dumps(rounded(record), indent=1) + "\n")
 
