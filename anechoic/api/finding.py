@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from anechoic.api.evaluating import Pooling, listed, outcome, skipped_text
+from anechoic.api.evaluating import Pooling, listed, outcome, refuse_swapped, skipped_text
 from anechoic.errors import UserError
 from anechoic.outcome import Outcome
 
@@ -161,6 +161,7 @@ def opened(
 
     if workers < 0:
         raise UserError(f"--workers counts processes, 0 or more, not {workers}.")
+    refuse_swapped(run, data)
     encoder = open_encoder(run, image_size=image_size)
     source = open_source(data, channels=encoder.channels)
     chosen = pooling or default_pooling(encoder)

@@ -325,7 +325,8 @@ def _packed(
 ) -> Packed:
     if not names:
         raise UserError(
-            f"There is no image that is read here (JPEG, PNG, WebP, BMP, TIFF, GIF, AVIF) in {where!r}; give an archive with some."
+            f"There is no image that is read here (JPEG, PNG, WebP, BMP, TIFF, GIF, AVIF) in {where!r}; give an "
+            "archive that holds some."
         )
     numbers, classes = classes_from_folders(names, where=where) if labels else (None, None)
     packed_names = Names.of(names)
