@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -153,6 +156,50 @@ def test_an_unreadable_image_is_told_every_time_and_tried_once(run, photos, monk
     assert again.skipped == first.skipped
     assert again.added == 0
     assert "a/broken.png" not in again.names()
+
+
+# ---- a pass that is killed
+
+KILLED = """
+import os, signal, sys
+from anechoic.cli import main
+from anechoic.evals import feature_cache
+feature_cache.MARK_EVERY = 0.0
+real, seen = feature_cache.Unfinished.add, []
+def add(self, ids):
+    real(self, ids)
+    seen.append(len(ids))
+    if len(seen) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+feature_cache.Unfinished.add = add
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("damage", ["", "rows", "journal"])
+def test_embed_killed_halfway_ends_with_an_equal_file(run, photos, tmp_path, monkeypatch, damage):
+    monkeypatch.setattr("anechoic.evals.encoders.Encoder.batch_size_on_cores", 4)
+    (photos / "a" / "broken.png").write_bytes(b"no image")
+    words = ["embed", str(run), str(photos), "-o"]
+    monkeypatch.setenv("ANECHOIC_CACHE", str(tmp_path / "whole"))
+    assert main([*words, str(tmp_path / "whole.npz")]) == 0
+    monkeypatch.setenv("ANECHOIC_CACHE", str(tmp_path / "killed"))
+    script = "from anechoic.evals.encoders import Encoder\nEncoder.batch_size_on_cores = 4\n" + KILLED
+    ended = subprocess.run([sys.executable, "-c", script, *words, str(tmp_path / "again.npz")], check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert not (tmp_path / "again.npz").exists()
+    (unfinished,) = (tmp_path / "killed" / "features").glob("*/unfinished")
+    if damage:
+        file = unfinished / ("journal.json" if damage == "journal" else "004-class.npy")
+        content = bytearray(file.read_bytes())
+        content[-100 if damage == "journal" else 200] ^= 1
+        file.write_bytes(content)
+    computed = []
+    monkeypatch.setattr(feature_cache, "extract_batches", counted(feature_cache.extract_batches, computed))
+    assert main([*words, str(tmp_path / "again.npz")]) == 0
+    assert sum(computed) == (36 if damage else 36 - 11)  # of twelve images, one was broken
+    assert (tmp_path / "again.npz").read_bytes() == (tmp_path / "whole.npz").read_bytes()
+    assert not unfinished.exists()
 
 
 # ---- search

@@ -207,6 +207,8 @@ def verified(path: Path, runs: Path, root: Path) -> Outcome:
 
 
 def data_root(data: Path | None) -> Path:
+    if data is not None and not data.is_dir():
+        raise UserError(f"There is no folder {data}: name the one that has the data with --data, or set ANECHOIC_DATA.")
     return data or Path(os.environ.get("ANECHOIC_DATA", "."))
 
 
