@@ -83,7 +83,7 @@ def test_the_map_is_filtered_by_folder(browser, pages):
 
 
 def test_lists_are_saved_as_csv(browser, pages):
-    folder, explored, found = pages
+    folder, explored, _ = pages
     with showing(browser, folder / "explore.html") as shown:
         rows = {}
         for name in ("duplicates", "outliers", "clusters"):
