@@ -154,9 +154,9 @@ def reproduced(
 ) -> Outcome:
     """Each grid in turn: its missing trials, then its table."""
     from anechoic.paper import catalogue
-    from anechoic.paper.pages import difference_table, measured_table
     from anechoic.paper.statistics import Records
     from anechoic.paper.sweep import Folders
+    from anechoic.paper.tables import difference_table, measured_table
 
     texts: list[str] = []
     metrics: dict[str, Any] = {}
@@ -240,8 +240,8 @@ def with_samples(config: Any, root: Path) -> Any:
 
 def planned(trials: Sequence[Trial], folders: Folders, *, accelerator: bool = False) -> Outcome:
     """The trials with their estimated time, and which are done."""
-    from anechoic.paper.pages import line
     from anechoic.paper.sweep import available_cores, duration, estimates, training_flops
+    from anechoic.paper.tables import line
     from anechoic.paper.trial import finished
 
     seconds = estimates(trials, folders) if not accelerator else {}
@@ -282,8 +282,8 @@ def check_source(source: str, root: Path) -> None:
 
 def summary(trials: Sequence[Trial], folders: Folders) -> str:
     """One line per variant: the mean over seeds of every plain number, with its interval."""
-    from anechoic.paper.pages import line
     from anechoic.paper.statistics import Records
+    from anechoic.paper.tables import line
 
     records = Records(folders.records)
     variants = list(dict.fromkeys(trial.variant for trial in trials))
