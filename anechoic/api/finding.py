@@ -229,8 +229,8 @@ def described(index: Index, found: Exploration) -> dict[str, Any]:
         ],
         "outliers": [{**item(int(row)), "likeness": float(found.likeness[row])} for row in found.oddest[:LISTED]],
         "clusters": [
-            {"size": size, "folders": [[name, count] for name, count in counter.most_common(3)], "examples": [item(row) for row in examples]}
-            for size, counter, examples in of_clusters
+            {"size": size, "folders": list(map(list, most.most_common(3))), "examples": [item(row) for row in examples]}
+            for size, most, examples in of_clusters
         ],
     }
 
