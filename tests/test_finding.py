@@ -20,7 +20,8 @@ from anechoic.cli import main
 from anechoic.data import open_source
 from anechoic.errors import UserError
 from anechoic.evals import exploring, feature_cache
-from anechoic.evals.encoders import open_encoder
+from anechoic.evals.encoders import flat, open_encoder
+from anechoic.evals.feature_cache import features_of
 from anechoic.evals.index import Searchable, nearest_others, open_index
 from anechoic.evals.knn import nearest
 from anechoic.evals.queries import resolve
@@ -75,10 +76,10 @@ def data_of(page):
 # ---- the index
 
 
-def index_of(run, photos):
+def index_of(run, photos, vector="mean"):
     encoder = open_encoder(run)
     return open_index(
-        encoder, open_source(photos), encoder_name=str(run), place=str(photos), pooling="mean", device="cpu"
+        encoder, open_source(photos), encoder_name=str(run), place=str(photos), vector=vector, device="cpu"
     )
 
 
@@ -158,6 +159,24 @@ def test_an_unreadable_image_is_told_every_time_and_tried_once(run, photos, monk
     assert "a/broken.png" not in again.names()
 
 
+@pytest.mark.parametrize("width", [None, 64])
+def test_patches_side_by_side(run, photos, width):
+    """All of them as they are, or summed into fewer channels, which keeps cosines but for noise."""
+    encoder = open_encoder(run)
+    whole, folded = (
+        features_of(flat(encoder, width=w), open_source(photos), device="cpu", cached=False) for w in (None, width)
+    )
+    (x,), (y,) = whole.sets.values(), folded.sets.values()
+    assert x.shape == (36, 16 * 48)
+    cosines = [unit_vectors(z, fitted(z, "centred")) @ unit_vectors(z, fitted(z, "centred")).T for z in (x, y)]
+    assert y.shape[1] == (width or 16 * 48)
+    assert (cosines[0] - cosines[1]).abs().mean() < (0.15 if width else 1e-6)
+    assert flat(encoder, width=width).fingerprint == flat(open_encoder(run), width=width).fingerprint
+    assert index_of(run, photos, vector="flat").vectors.shape == (36, 512)
+    with pytest.raises(UserError, match="encoder's output"):
+        open_index(encoder, open_source(photos), encoder_name="x", place="y", vector="flat", layer=1)
+
+
 # ---- a pass that is killed
 
 KILLED = """
@@ -206,7 +225,9 @@ def test_embed_killed_halfway_ends_with_an_equal_file(run, photos, tmp_path, mon
 
 
 def test_neighbours_are_exact_and_never_the_query_itself(run, photos, capsys):
-    found = metrics_of(capsys, "search", run, photos, photos / "a" / "00.png", "-k", "5", "--scaling", "raw")
+    found = metrics_of(
+        capsys, "search", run, photos, photos / "a" / "00.png", "-k", "5", "--scaling", "raw", "--vector", "mean"
+    )
     assert [row["rank"] for row in found["rows"]] == [1, 2, 3, 4, 5]
     assert found["rows"][0]["image"] == "b/copy.png"
     assert found["rows"][0]["similarity"] == pytest.approx(1, abs=1e-5)
