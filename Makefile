@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install test quick lint demo fuzz crash-test clean
+.PHONY: install test quick lint demo docs fuzz crash-test clean
 
 install: $(VENV)/everything
 
@@ -48,5 +48,9 @@ crash-test: install
 demo: $(VENV)/core
 	$(BIN)/anechoic demo
 
+# The site, which opens from disk: site/index.html.
+docs: install
+	$(BIN)/python -m mkdocs build --strict --quiet
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache

@@ -90,8 +90,8 @@ def verbs_page() -> str:
     parts = [
         "# Verbs",
         "",
-        "Each is a command, `anechoic VERB`, and a Python function, `anechoic.VERB(...)`, with the same arguments; `-` is "
-        "`_` in Python. Every command also takes `--json` and `--help`.",
+        "Each is a command, `anechoic VERB`, and a Python function, `anechoic.VERB(...)`, with the same arguments; "
+        "`-` is `_` in Python. Every command also takes `--json` and `--help`.",
         "",
     ]
     for name in VERBS:
@@ -143,8 +143,8 @@ def python_page() -> str:
     parts = [
         "# Python",
         "",
-        "Everything here is an attribute of `anechoic` and loads on first use. The [verbs](verbs.md) are functions of it "
-        "too, and return an `Outcome` with `config`, `metrics`, `seed`, `seconds` and `text`.",
+        "Everything here is an attribute of `anechoic` and loads on first use. The [verbs](verbs.md) are functions "
+        "of it too, and return an `Outcome` with `config`, `metrics`, `seed`, `seconds` and `text`.",
         "",
     ]
     for name in names:
@@ -154,7 +154,7 @@ def python_page() -> str:
 
 def entry(name: str, thing: Any) -> Iterator[str]:
     yield f"## {name}\n"
-    yield f"```python no-run\n{signature(name, thing)}\n```\n"
+    yield f"```python\n{signature(name, thing)}\n```\n"
     yield f"{prose(thing)}\n"
     if inspect.isclass(thing):
         for method, function in vars(thing).items():
@@ -182,8 +182,8 @@ def settings_page() -> str:
     parts = [
         "# Settings",
         "",
-        "The settings of a run, as `anechoic train RECIPE --SETTING VALUE` takes them and `config.json` keeps them. Recipes "
-        "set their own values; those below are the defaults behind them.",
+        "The settings of a run, as `anechoic train RECIPE --SETTING VALUE` takes them and `config.json` keeps them. "
+        "Recipes set their own values; those below are the defaults behind them.",
         "",
         "| setting | default | |",
         "|---|---|---|",
@@ -206,7 +206,7 @@ def setting_rows(section: type, prefix: str) -> Iterator[str]:
 def field_words(section: type) -> dict[str, str]:
     """The string below each field, as tyro reads it for --help."""
     found = re.findall(r"^    (\w+): [^\n]*\n    \"\"\"(.*?)\"\"\"", inspect.getsource(section), flags=re.M | re.S)
-    return {name: words for name, words in found}
+    return dict(found)
 
 
 def recipes_page() -> str:
