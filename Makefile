@@ -50,7 +50,7 @@ demo: $(VENV)/core
 
 # The site, which opens from disk: site/index.html.
 docs: install
-	$(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 clean:
 	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache

@@ -137,8 +137,9 @@ def test_other_shell_lines_name_targets_and_extras_that_exist():
                 assert named <= extras, f"{page.name}: {words}"
             else:
                 assert words[0] in ("anechoic", "python", "python3"), f"{page.name}: {words}"
-    told = re.search(r"# extras: ([a-z ]+)$", (ROOT / "README.md").read_text(), flags=re.M)
-    assert told is None or set(told[1].split()) == extras
+    told = re.search(r"^Extras: ([a-z ]+)\.$", (ROOT / "README.md").read_text(), flags=re.M)
+    assert told is not None
+    assert set(told[1].split()) == extras
 
 
 def test_commands_are_in_shell_blocks():

@@ -17,7 +17,7 @@ import docstring_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 # Files of the project that pages link to -> where they are on the site.
-BESIDE = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "LICENSE": "licence.txt"}
+BESIDE = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "CITATION.cff": "citation.txt"}
 # Our own stand-in for the script that the theme's offline search would fetch from a foreign host.
 FOREIGN_SCRIPT = re.compile(r'<script src="https://unpkg\.com/[^"]*"></script>')
 
@@ -49,12 +49,16 @@ def on_post_page(output: str, page: Any, **_: Any) -> str:
     return FOREIGN_SCRIPT.sub(f'<script src="{up}assets/worker.js"></script>', output)
 
 
+def on_post_template(output: str, **_: Any) -> str:
+    return FOREIGN_SCRIPT.sub("", output)
+
+
 def made_pages() -> dict[str, str]:
     return {
         "index.md": home(),
         "contributing.md": relinked((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")),
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
-        "licence.txt": (ROOT / "LICENSE").read_text(encoding="utf-8"),
+        "citation.txt": (ROOT / "CITATION.cff").read_text(encoding="utf-8"),
         "reference/verbs.md": verbs_page(),
         "reference/python.md": python_page(),
         "reference/settings.md": settings_page(),

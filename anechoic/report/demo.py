@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from anechoic.config import to_json
+from anechoic.config import Config, adopt, differences, from_json, to_json
 from anechoic.data import open_source
 from anechoic.errors import UserError
 from anechoic.evals.encoders import Encoder, baselines, flat, open_encoder
@@ -25,7 +25,7 @@ from anechoic.evals.retrieval import facet, places
 from anechoic.recipes import recipe
 from anechoic.report.tables import percent, text_table
 from anechoic.runtime.children import Children
-from anechoic.runtime.files import write_json
+from anechoic.runtime.files import read_json, write_json
 from anechoic.runtime.run import read_metrics
 
 # Things and the hands that draw them; no label is read in training.
@@ -72,27 +72,45 @@ def run_demo(out: Path, *, samples: int, seed: int) -> Demo:
 def train_arms(out: Path, *, samples: int, seed: int) -> None:
     """Both at once, a process and a core each; a finished arm returns at once and a stopped one goes on."""
     out.mkdir(parents=True, exist_ok=True)
-    processes = {}
+    configs = {name: arm(alpha_min, samples=samples, seed=seed) for name, alpha_min in ARMS.items()}
+    processes: dict[str, subprocess.Popen] = {}
     with Children() as children:  # stopped or failed, each saves before it ends
-        for name, alpha_min in ARMS.items():
-            config = recipe("demo_mae")
-            config = replace(
-                config,
-                data=replace(config.data, source=SOURCE),
-                shortcut=replace(config.shortcut, alpha_min=alpha_min),
-                optim=replace(config.optim, samples=samples),
-                seed=seed,
-            )
+        for name, config in configs.items():
+            if is_trained(out / name, config):
+                continue
             write_json(out / f"{name}.json", to_json(config))
             command = [sys.executable, "-m", "anechoic.train", str(out / f"{name}.json"), str(out / name)]
             with open(out / f"{name}.log", "w") as log:
                 processes[name] = children.start(command, stdout=log, stderr=log)
-        follow(out, processes, children, total=samples * len(processes))
+        if processes:
+            follow(out, processes, children, total=samples * len(processes))
     for name, process in processes.items():
         if process.returncode:
             story = out / f"{name}.log"
             last = "".join(story.read_text().strip().splitlines()[-1:])
             raise UserError(f"The {name} autoencoder could not be trained: {last} ({story} has the whole story)")
+
+
+def arm(alpha_min: float, *, samples: int, seed: int) -> Config:
+    config = recipe("demo_mae")
+    return replace(
+        config,
+        data=replace(config.data, source=SOURCE),
+        shortcut=replace(config.shortcut, alpha_min=alpha_min),
+        optim=replace(config.optim, samples=samples),
+        seed=seed,
+    )
+
+
+def is_trained(run: Path, config: Config) -> bool:
+    """Whether the arm is finished; one that was made with other settings is refused before the other is started."""
+    if not (run / "results.json").exists():
+        return False
+    frozen = from_json(read_json(run / "config.json"))
+    changed = differences(frozen, adopt(config, frozen))
+    if changed:
+        raise UserError(f"{run} was trained with other settings ({'; '.join(changed)}): choose another --out.")
+    return True
 
 
 def follow(out: Path, processes: dict[str, subprocess.Popen], children: Children, *, total: int) -> None:

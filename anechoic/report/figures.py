@@ -190,7 +190,7 @@ def draw_sheet(
 ) -> list[Path]:
     """pictures (rows, columns, H, W, C) in 0 .. 1, with a name for each row and column."""
     height, width = pictures.shape[:2]
-    figure, axes = panels(height, width, width=0.85, height=0.95)
+    figure, axes = panels(height, width, width=0.85, height=0.95 if columns else 0.72)
     for i in range(height):
         for j in range(width):
             show(axes[i, j], pictures[i, j], title=columns[j] if columns and i == 0 else "")
