@@ -106,8 +106,8 @@ def reproduce(
 
     Args:
         what: table1, table2, table3a, table3b, table4, fig3 to fig7, all, or a page of the map (stability, blocks,
-            length, long-blocks, early, axes, remedies, search, hands,
-            hands-rates, hands-search).
+            length, long-blocks, early, axes, remedies, search, hands, hands-class, hands-rates, hands-search,
+            natural-search).
         scale: pocket takes minutes to hours on two cores; full is the paper's own setting, for accelerators.
         data: folder with cifar100/train.parquet and so on; default the environment variable ANECHOIC_DATA, or here.
         results: where the records are, one JSON file for each trial.
@@ -147,9 +147,9 @@ def reproduced(
 ) -> Outcome:
     """Each grid in turn: its missing trials, then its table."""
     from anechoic.paper import catalogue
-    from anechoic.paper.pages import difference_table, measured_table
     from anechoic.paper.statistics import Records
     from anechoic.paper.sweep import Folders
+    from anechoic.paper.tables import difference_table, measured_table
 
     texts: list[str] = []
     metrics: dict[str, Any] = {}
@@ -231,8 +231,8 @@ def with_samples(config: Any, root: Path) -> Any:
 
 def planned(trials: Sequence[Trial], folders: Folders, *, accelerator: bool = False) -> Outcome:
     """The trials with their estimated time, and which are done."""
-    from anechoic.paper.pages import line
     from anechoic.paper.sweep import available_cores, duration, estimates, training_flops
+    from anechoic.paper.tables import line
     from anechoic.paper.trial import finished
 
     seconds = estimates(trials, folders) if not accelerator else {}
@@ -273,8 +273,8 @@ def check_source(source: str, root: Path) -> None:
 
 def summary(trials: Sequence[Trial], folders: Folders) -> str:
     """One line per variant: the mean over seeds of every plain number, with its interval."""
-    from anechoic.paper.pages import line
     from anechoic.paper.statistics import Records
+    from anechoic.paper.tables import line
 
     records = Records(folders.records)
     variants = list(dict.fromkeys(trial.variant for trial in trials))
