@@ -22,7 +22,7 @@ _HOME = {
     "decay": "surgery",
     "fold": "surgery",
     "build_model": "models",
-    "load": "runtime.checkpoint",
+    "load": "evals.embedding",
     "effective_rank": "evals.analysis",
     "UserError": "errors",
 }

@@ -19,6 +19,8 @@ VERBS = {
     "train": "training",
     "finetune": "transferring",
     "embed": "evaluating",
+    "search": "finding",
+    "explore": "finding",
     "knn": "evaluating",
     "probe": "evaluating",
     "analyze": "explaining",

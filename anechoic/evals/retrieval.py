@@ -6,7 +6,7 @@ answer for it, so what features keep of the style counts against them. Features 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,28 +16,13 @@ from anechoic.errors import UserError
 from anechoic.evals.analysis import as_tensor
 from anechoic.evals.features import Key
 from anechoic.evals.knn import Neighbours, unit_rows, vote
+from anechoic.evals.whitening import Scaling, rescaled
 
 if TYPE_CHECKING:
     from anechoic.evals.evaluator import Subject
 
-Scaling = Literal["raw", "standardised", "whitened"]
-SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
 NEIGHBOURS = 20
 CHUNK = 2048  # drawings whose similarities are held at once
-# Directions with less than this share of the largest variance are not blown up by whitening.
-FLOOR = 1e-6
-
-
-def rescaled(features: np.ndarray | Tensor, scaling: Scaling) -> Tensor:
-    """(n, D): as they are; each channel to mean 0 and deviation 1; or all directions to the same variance."""
-    x = as_tensor(features).double()
-    if scaling == "raw":
-        return x.float()
-    x = x - x.mean(dim=0)
-    if scaling == "standardised":
-        return (x / x.std(dim=0, correction=0).clamp(min=1e-12)).float()
-    variances, directions = torch.linalg.eigh(x.T @ x / len(x))
-    return (x @ (directions / (variances.clamp(min=0) + FLOOR * variances[-1].clamp(min=1e-30)).sqrt())).float()
 
 
 def retrieval_matrix(features: np.ndarray | Tensor, things: np.ndarray, styles: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from anechoic.config import Config, adopt, differences, from_json, to_json
 from anechoic.data import open_source

@@ -125,6 +125,10 @@ def heading(text: str) -> Html:
     return _element("h3", text)
 
 
+def paragraph(text: str) -> Html:
+    return _element("p", text)
+
+
 def joined(*parts: str) -> Html:
     return Html("\n".join(safe(part) for part in parts))
 
