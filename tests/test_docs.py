@@ -213,7 +213,7 @@ def test_the_shell_blocks_that_ask_for_it_run(workplace, monkeypatch, capsys):
                 for words in shell_lines(body):
                     assert main(words[1:]) == 0, f"{page.name}: {words}"
                     ran += 1
-    assert ran >= 5
+    assert ran >= 3
     capsys.readouterr()
 
 
