@@ -44,8 +44,11 @@ SLOW = {
     "test_recipes",
     "test_resume",
     "test_sampling",
+    "test_sharding",
+    "test_slurm",
     "test_surgery_continued",
     "test_surgery_libraries",
+    "test_torchrun",
 }
 
 
