@@ -144,7 +144,9 @@ def sizes(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     found = {}
     for name, kept in tensors.items():
         assert isinstance(kept, TensorStorageMetadata)
-        if sum(math.prod(chunk.sizes) for chunk in kept.chunks) != math.prod(kept.size):
+        places = [place for chunk in kept.chunks for place in chunk.offsets]
+        rows = sum(math.prod(chunk.sizes) for chunk in kept.chunks)
+        if rows != math.prod(kept.size) or any(place < 0 for place in places):
             raise OSError(f"some rows of {name} are missing")
         found[name] = (kept.size, kept.properties.dtype)
     return found
@@ -164,7 +166,11 @@ def read_whole(path: Path, prefix: str) -> dict[str, Tensor]:
     if not found:
         raise OSError(f"the parts hold no {prefix}")
     with _alone():
-        dcp.load(dict(found), storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
+        try:
+            dcp.load(dict(found), storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
+        except CheckpointException as problem:
+            causes = [cause for cause, _ in problem.failures.values()]
+            raise OSError(f"the parts do not fit together: {causes[0]}") from problem
     return {name.removeprefix(start): tensor for name, tensor in found.items()}
 
 
