@@ -142,26 +142,25 @@ def refusing_disk(config, folder):
 
 
 def by_two(root):
+    torch.set_num_threads(1)
     with join() as world:
-        torch.set_num_threads(1)
         found = {(name, how): gradients(world, name, how) for name in ("mae", "u-vit") for how in ("ddp", "fsdp")}
+        for how in ("ddp", "fsdp"):
+            fit(small_config("mae", **WAYS[how]), root / "mae" / how)
+            fit(small_config("u-vit", **WAYS[how]), root / "u-vit" / how)
+            stop_after(14, small_config("mae", **WAYS[how]), root / "stopped" / how)
+        refusing_disk(small_config("muon", fsdp=True), root / "muon" / "fsdp")
+        if world.is_first:
+            shutil.copytree(root / "stopped" / "fsdp", root / "again")
         wait_for_all(world)
-    for how, changes in (("ddp", {}), ("fsdp", {"fsdp": True})):
-        fit(small_config("mae", **changes), root / "mae" / how)
-        fit(small_config("u-vit", **changes), root / "u-vit" / how)
-        stop_after(14, small_config("mae", **changes), root / "stopped" / how)
-    refusing_disk(small_config("muon", fsdp=True), root / "muon" / "fsdp")
-    if os.environ["RANK"] == "0":
-        shutil.copytree(root / "stopped" / "fsdp", root / "again")
-    with join() as world:
-        wait_for_all(world)
-    fit(small_config("mae", fsdp=True), root / "again")
-    return found
+        fit(small_config("mae", fsdp=True), root / "again")
+        return found
 
 
 def by_three(root):
-    for how in ("ddp", "fsdp"):
-        noting_ids(small_config("mae", **WAYS[how]), root / "three" / how)
+    with join():
+        for how in ("ddp", "fsdp"):
+            noting_ids(small_config("mae", **WAYS[how]), root / "three" / how)
 
 
 @pytest.fixture(scope="module")
@@ -217,9 +216,10 @@ def test_a_shared_out_run_ends_in_an_ordinary_model(root, name):
     assert not (last / "model.safetensors").exists()
     expected, found = (anechoic.load(path).state_dict() for path in (root / name / "one", run / "model"))
     assert found.keys() == expected.keys()
+    kept = anechoic.load(last).state_dict()
     for key, value in found.items():
         torch.testing.assert_close(value, expected[key], rtol=1e-3, atol=1e-4)
-        assert value.equal(anechoic.load(last).state_dict()[key])
+        assert value.equal(kept[key])
 
 
 def test_a_shared_out_run_goes_on_bit_for_bit(root):
@@ -275,8 +275,8 @@ def test_parts_that_were_not_finished_or_are_damaged_do_not_count(root, tmp_path
     assert found is not None
     assert found[1]["seen"] == 20 * BATCH
     part.unlink()
-    with pytest.raises(UserError, match="holds no readable weights"):
-        anechoic.load(newest)
+    with pytest.raises(UserError, match="belong to plain shortcuts, but this network's have factors of their own"):
+        anechoic.load(newest)  # the marks of decay were in that part
 
 
 def test_what_cannot_be_shared_out_is_refused():

@@ -220,9 +220,12 @@ def _worker(
 
 @contextmanager
 def join() -> Iterator[World]:
-    """Find this process's rank; while open, the processes can talk to each other."""
+    """Find this process's rank; while open, the processes can talk to each other. Inside another it is that one."""
     if not under_launcher():
         yield World(0, 1, own_device(0))
+        return
+    if dist.is_initialized():
+        yield World(dist.get_rank(), dist.get_world_size(), own_device(int(os.environ.get("LOCAL_RANK", 0))))
         return
     if not multiprocessing.parent_process():  # torchrun started it; our own launcher has told it whose child it is
         end_with(os.getppid())

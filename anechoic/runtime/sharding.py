@@ -7,6 +7,7 @@ kept on disk is parts.py's. FSDP2 is imported when it is used: that takes a seco
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +30,8 @@ def shard(world: World, module: nn.Module, *, dtype: torch.dtype) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    # It warns of what nobody does here: changing a block's output in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
     mesh = init_device_mesh(world.device.type, (world.size,))
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
