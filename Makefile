@@ -3,12 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
+# Where it is set, every process that the tests start would compile all it imports once more.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install test quick lint demo fuzz crash-test clean
 
 install: $(VENV)/everything
 
-# The constraints file pins torch to a build that needs no accelerator; an unpinned install may pull gigabytes.
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# The constraints file pins torch to a build that needs no accelerator; an unpinned install may pull gigabytes. What is
+# never imported is never compiled.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
 $(VENV)/core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

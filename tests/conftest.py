@@ -14,6 +14,7 @@ torch.set_num_threads(1)
 SLOW = {
     "test_anneal",
     "test_bench_data",
+    "test_bench_quality",
     "test_bench_speed",
     "test_bench_train",
     "test_checkpoint",

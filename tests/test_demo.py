@@ -7,7 +7,6 @@ import pytest
 
 from anechoic.cli import main
 from anechoic.report.demo import verdict
-from anechoic.report.html import page
 
 
 class Shape(HTMLParser):
@@ -19,7 +18,7 @@ class Shape(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
-        if tag not in ("meta", "img"):
+        if tag not in ("meta", "img", "link"):
             self.open.append(tag)
         if tag == "img":
             assert dict(attrs)["src"].startswith("data:image/png;base64,")
@@ -83,10 +82,3 @@ def test_the_verdict_follows_the_numbers(decayed, word):
         {"encoder": "decayed", "knn_mean": decayed, "rank": 5.0},
     ]
     assert word in verdict(rows)
-
-
-def test_text_on_the_page_is_escaped():
-    html = page(title="<b>", lead="a & b", header=["<h>"], rows=[["<r>"]], verdict="<v>", figures=[], footer="<f>")
-    for raw, escaped in (("<b>", "&lt;b&gt;"), ("<v>", "&lt;v&gt;"), ("a & b", "a &amp; b")):
-        assert raw not in html
-        assert escaped in html

@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import PATIENCE, Command, alive, descendants, parent_of, run_to_the_end, wait_until
 from test_engine import BATCH, tiny_config
-from test_resume import PARTS, PATIENCE, TWO, alive, command_for, descendants, run_to_the_end, start, wait_until
+from test_resume import PARTS, TWO, command_for, start
 
 from anechoic.config import SaveConfig
 from anechoic.errors import UserError
@@ -22,23 +23,17 @@ from anechoic.train.keeping import Keeper
 pytestmark = pytest.mark.xdist_group("processes")
 
 
-def popen(command):
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-
-
 # ---- processes
 
 
 def test_a_launcher_killed_while_its_ranks_start_leaves_no_orphans(tmp_path):
     """They are still importing torch then, and must not take whoever adopts them for their launcher."""
-    process = popen([*command_for(TWO), "--out", str(tmp_path / "run")])
+    process = Command([*command_for(TWO), "--out", str(tmp_path / "run")])
     wait_until(lambda: len(descendants(process.pid)) >= 2, "the ranks are being started")
     time.sleep(random.random() / 2)
     children = descendants(process.pid)
     process.kill()
-    process.communicate()
+    process.end()
     wait_until(lambda: not any(map(alive, children)), "all processes of the killed launcher are gone")
 
 
@@ -53,7 +48,7 @@ def test_a_killed_process_is_one_sentence(tmp_path, more, words):
         own = [pid for pid in everybody if parent_of(pid) == process.pid]
         trackers = [pid for pid in own if "resource_tracker" in Path(f"/proc/{pid}/cmdline").read_text()]
         os.kill(random.choice([pid for pid in own if pid not in trackers]), signal.SIGKILL)
-        output, _ = process.communicate(timeout=PATIENCE)
+        output = process.end().stderr
         if not (out / "results.json").exists():
             break
     else:
@@ -66,17 +61,13 @@ def test_a_killed_process_is_one_sentence(tmp_path, more, words):
     wait_until(lambda: not any(map(alive, everybody)), "all are gone")
 
 
-def parent_of(pid):
-    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
-
-
 def test_a_signal_to_the_whole_group_still_saves(tmp_path):
     """As a batch system sends it: the workers get it too, and the run needs them to end its update."""
     for attempt in range(5):
         out = tmp_path / f"run-{attempt}"
         process = start(command_for(PARTS), out)
         os.killpg(process.pid, signal.SIGTERM)
-        output, _ = process.communicate(timeout=PATIENCE)
+        output = process.end().stderr
         if not (out / "results.json").exists():
             break
     assert process.returncode == 128 + signal.SIGTERM, output
@@ -95,7 +86,7 @@ def test_a_second_interrupt_ends_at_once(tmp_path):
         "    while True:\n"
         "        time.sleep(0.01)\n"
     )
-    process = popen([sys.executable, "-c", code])
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
     time.sleep(0.3)
@@ -106,12 +97,12 @@ def test_a_second_interrupt_ends_at_once(tmp_path):
 
 
 def test_a_killed_demo_leaves_no_training_running(tmp_path):
-    process = popen([sys.executable, "-m", "anechoic.cli", "demo", "--out", str(tmp_path), "--samples", "2000000"])
+    process = Command(["demo", "--out", str(tmp_path), "--samples", "2000000"])
     wait_until(lambda: len(descendants(process.pid)) >= 2, "both trainings are started")
     time.sleep(random.random() * 6)
     children = descendants(process.pid)
     process.kill()
-    process.communicate()
+    process.end()
     wait_until(lambda: not any(map(alive, children)), "the trainings have saved and are gone")
 
 
@@ -129,7 +120,18 @@ def test_little_shared_memory_is_said_and_costs_only_time(tmp_path):
         [*namespace, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, check=False
     ).returncode:
         pytest.skip("this system does not let a test mount a file system of its own")
-    command = [sys.executable, "-c", SMALL_SHM, *command_for(TWO), "--optim.samples", str(20 * 16), "--out"]
+    command = [
+        sys.executable,
+        "-c",
+        SMALL_SHM,
+        sys.executable,
+        "-m",
+        "anechoic.cli",
+        *command_for(TWO),
+        "--optim.samples",
+        str(20 * 16),
+        "--out",
+    ]
     done = subprocess.run([*namespace, *command, str(tmp_path / "small")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "Shared memory has no room for the gradients" in done.stderr

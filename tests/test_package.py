@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -130,6 +131,11 @@ def room_of(path):
     return relative.parts[0] if len(relative.parts) > 1 else relative.stem
 
 
+@cache
+def tree_of(path):
+    return ast.parse(path.read_text())
+
+
 def modules_named_in(tree):
     """Every module of this package that a file imports, at its top or inside functions, or names in a string."""
     for node in ast.walk(tree):
@@ -143,6 +149,7 @@ def modules_named_in(tree):
             yield node.value.partition(":")[0]
 
 
+@cache
 def edges():
     """(room, room it knows) -> a file that does"""
     found = {}
@@ -150,7 +157,7 @@ def edges():
         room = room_of(path)
         if room in ("__init__", "__main__"):
             continue
-        for module in modules_named_in(ast.parse(path.read_text())):
+        for module in modules_named_in(tree_of(path)):
             known = module.split(".")[1] if module.startswith("anechoic.") else room
             if known not in (room, "__version__"):
                 found.setdefault((room, known), path)
@@ -179,7 +186,7 @@ def test_modules_do_not_go_round_when_they_are_imported():
             modules[".".join(["anechoic", *path.relative_to(PACKAGE).with_suffix("").parts])] = path
     graph = {}
     for name, path in modules.items():
-        top = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+        top = [node for node in tree_of(path).body if isinstance(node, ast.Import | ast.ImportFrom)]
         graph[name] = set(modules_named_in(ast.Module(top, []))) & modules.keys()
     assert len(tuple(TopologicalSorter(graph).static_order())) == len(modules)
 
@@ -196,7 +203,7 @@ def test_only_mae_among_the_models_knows_another_model():
 def test_nobody_imports_the_command_line():
     for path in PACKAGE.rglob("*.py"):
         if path.name not in ("cli.py", "__main__.py"):
-            assert "anechoic.cli" not in set(modules_named_in(ast.parse(path.read_text()))), path
+            assert "anechoic.cli" not in set(modules_named_in(tree_of(path))), path
 
 
 def test_the_package_runs_as_a_module():

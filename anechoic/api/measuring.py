@@ -20,6 +20,7 @@ BENCHMARKS = {
     "probe": "anechoic.benchmarks.probe",
     "memory": "anechoic.benchmarks.verbs",
     "growth": "anechoic.benchmarks.growth",
+    "quality": "anechoic.benchmarks.quality",
 }
 
 
@@ -38,10 +39,11 @@ def bench(
     Example: anechoic bench data --images imagenette/train --small cifar100/train.parquet
 
     Args:
-        what: train, data, embed, sample, knn, probe, memory (of the verbs), growth (of the training step), or all.
+        what: train, data, embed, sample, knn, probe, memory (of the verbs), growth (of the training step),
+            quality (time until a network is as good as the peer's), or all.
         rounds: how many turns each contestant takes; the median and the range of the ratios are shown.
         images: for data and embed, a folder of JPEGs; JPEGs are made from the embedded scenes if it is not given.
-        small: for data, a source of small images; the embedded scenes if it is not given.
+        small: for data and quality, a source of small images, labelled for quality; embedded ones if it is not given.
         workers: for data, worker processes of both loaders.
         unfused: for train, our path module by module instead of the fused one.
     """

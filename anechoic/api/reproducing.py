@@ -106,8 +106,8 @@ def reproduce(
 
     Args:
         what: table1, table2, table3a, table3b, table4, fig3 to fig7, all, or a page of the map (stability, blocks,
-            length, long-blocks, early, axes, remedies, search, hands,
-            hands-rates, hands-search).
+            length, long-blocks, early, axes, remedies, search, hands, hands-class, hands-rates, hands-search,
+            natural-search).
         scale: pocket takes minutes to hours on two cores; full is the paper's own setting, for accelerators.
         data: folder with cifar100/train.parquet and so on; default the environment variable ANECHOIC_DATA, or here.
         results: where the records are, one JSON file for each trial.

@@ -22,9 +22,9 @@ def demo(*, out: Path = Path("runs/demo"), samples: int = 76_800, seed: int = 0)
     """
     import time
 
-    from anechoic.report.demo import ARMS, HEADER, NEIGHBOURS, run_demo, table, verdict
-    from anechoic.report.html import machine_line, page
-    from anechoic.report.tables import cell
+    from anechoic.report.demo import ARMS, HEADER, NEIGHBOURS, run_demo, verdict
+    from anechoic.report.demo import table as text_of
+    from anechoic.report.html import Section, figure, machine_line, page, table, write_page
     from anechoic.runtime.files import write_json
 
     started = time.perf_counter()
@@ -34,34 +34,34 @@ def demo(*, out: Path = Path("runs/demo"), samples: int = 76_800, seed: int = 0)
         metrics={"rows": shown.rows, "layers": shown.layers, "training_seconds": shown.training_seconds},
         seed=seed,
         seconds=time.perf_counter() - started,
-        text=f"{table(shown.rows)}\n\n{verdict(shown.rows)}\n\n{out / 'index.html'}",
+        text=f"{text_of(shown.rows)}\n\n{verdict(shown.rows)}\n\n{out / 'index.html'}",
     )
     result = outcome.to_json()
     write_json(out / "results.json", result)
     files = shown.files
-    html = page(
-        title="Two autoencoders, one echo",
-        lead=(
-            f"Pre-trained without labels on 8 x 8 digits, side by side, for {samples:,} images each: one network with "
-            f"residual connections (alpha_min {ARMS['residual']:g}), one whose identity shortcuts decay with depth "
-            f"(alpha_min {ARMS['decayed']:g}). Both were then frozen and evaluated on test digits: weighted "
-            f"{NEIGHBOURS}-NN and a linear probe, in per cent, of the last layer's class token and mean of the patches."
-        ),
-        header=list(HEADER.values()),
-        rows=[[cell(row[key]) for key in HEADER] for row in shown.rows],
-        verdict=verdict(shown.rows),
-        figures=[
-            (
-                "Every layer, mean token: accuracy, effective rank, and how much of the embedding is left.",
-                [files["layers"]],
-            ),
-            ("Loss over training, and on digits held out from it.", [files["curves"]]),
-            ("Reconstructions: residual left, decayed right.", pair(files, "reconstructions")),
-            ("The test digits on a map (t-SNE of the mean token): residual left, decayed right.", pair(files, "map")),
-        ],
-        footer=machine_line(result["machine"], result["commit"], seed),
+    lead = (
+        f"Pre-trained without labels on 8 x 8 digits, side by side, for {samples:,} images each: one network with "
+        f"residual connections (alpha_min {ARMS['residual']:g}), one whose identity shortcuts decay with depth "
+        f"(alpha_min {ARMS['decayed']:g}). Both were then frozen and evaluated on test digits: weighted "
+        f"{NEIGHBOURS}-NN and a linear probe, in per cent, of the last layer's class token and mean of the patches."
     )
-    (out / "index.html").write_text(html)
+    layers = "Every layer, mean token: accuracy, effective rank, and how much of the embedding is left."
+    on_a_map = "The test digits on a map (t-SNE of the mean token): residual left, decayed right."
+    values = table(
+        list(HEADER.values()), [[row[key] for key in HEADER] for row in shown.rows], strong=[len(shown.rows) - 1]
+    )
+    sections = [
+        Section("What they are worth", [values, verdict(shown.rows)]),
+        Section("Layer by layer", [figure(layers, [files["layers"]])]),
+        Section("Training", [figure("Loss over training, and on digits held out from it.", [files["curves"]])]),
+        Section(
+            "Reconstructions",
+            [figure("Reconstructions: residual left, decayed right.", pair(files, "reconstructions"))],
+        ),
+        Section("Maps", [figure(on_a_map, pair(files, "map"))]),
+    ]
+    footer = machine_line(result["machine"], result["commit"], seed)
+    write_page(out / "index.html", page("Two autoencoders, one echo", sections, lead=lead, footer=footer, data=result))
     return outcome
 
 

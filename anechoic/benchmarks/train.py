@@ -133,13 +133,11 @@ def ours(
     return step
 
 
-def theirs(world: World, work: Work) -> Step:
-    """The peer's step, with AdamW at its best: one fused kernel."""
-    import torch
+def peer_network(work: Work) -> Any:
+    """transformers' masked autoencoder of these sizes, about to be trained."""
     import transformers
 
-    torch.manual_seed(0)
-    model = transformers.ViTMAEForPreTraining(
+    return transformers.ViTMAEForPreTraining(
         transformers.ViTMAEConfig(
             hidden_size=work.dim,
             num_hidden_layers=work.depth,
@@ -155,6 +153,14 @@ def theirs(world: World, work: Work) -> Step:
             norm_pix_loss=True,
         )
     ).train()
+
+
+def theirs(world: World, work: Work) -> Step:
+    """The peer's step, with AdamW at its best: one fused kernel."""
+    import torch
+
+    torch.manual_seed(0)
+    model = peer_network(work)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.05, fused=True)
     images = torch.randn(work.batch, 3, work.image, work.image)
 

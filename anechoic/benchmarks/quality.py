@@ -1,0 +1,211 @@
+"""Time to quality: seconds until a network is as good as transformers' ViTMAE is at the end of a fixed budget.
+
+The peer trains the original masked autoencoder with AdamW at the best of five peak rates, which is found first, with a
+seed of its own, by the loss on held-out images. Ours trains as the pocket recipe does (skips, Muon), with residual
+shortcuts, which the rule of `pretrain` chooses at this length. Both read the same images, crops and batches, on one
+thread each, one after the other, and are measured alike: the loss on held-out images with fixed masks, and a linear
+probe of the frozen mean token. Ours tries ever longer trainings, each with a schedule of its own; what counts is the
+whole time of the shortest that is at least as good.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anechoic.benchmarks.timing import Options, Timing, row
+from anechoic.benchmarks.train import DRAWINGS, Work, peer_network
+from anechoic.errors import UserError
+
+if TYPE_CHECKING:
+    from anechoic.config import Config
+
+PEERS = ("transformers", "torch")
+SAMPLES = 32_000
+PEER_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
+SEARCH_SEED = 100
+SHARES = (1 / 8, 1 / 6, 1 / 5, 1 / 4, 1 / 3, 1 / 2, 1.0)  # of the peer's samples
+GOALS = {"loss": "held-out loss", "probe": "linear probe"}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training came to: its own seconds, its loss on held-out images, its probe's accuracy."""
+
+    samples: int
+    seconds: float
+    loss: float
+    probe: float
+
+    def reaches(self, goal: str, other: Trained) -> bool:
+        return self.loss <= other.loss if goal == "loss" else self.probe >= other.probe
+
+
+def run(options: Options) -> list[dict[str, Any]]:
+    """A row for the loss and one for the probe; every training that was run is told in both."""
+    try:
+        import transformers  # noqa: F401 (only whether it is there)
+    except ImportError as error:
+        raise UserError('This benchmark needs an extra package: pip install "anechoic[bench]".') from error
+    with tempfile.TemporaryDirectory() as folder:
+        race = Race(options.small, Path(folder))
+        searched = {rate: race.peer(SEARCH_SEED, rate) for rate in PEER_RATES}
+        rate = min(searched, key=lambda rate: searched[rate].loss)
+        rounds = [race.round(seed, rate) for seed in range(options.rounds)]
+    search = {f"{rate:g}": asdict(found) for rate, found in searched.items()}
+    return [goal_row(goal, race.work, rounds) | {"peer_rate": rate, "peer_rates": search} for goal in GOALS]
+
+
+def goal_row(goal: str, work: Work, rounds: list[tuple[Trained, list[Trained]]]) -> dict[str, Any]:
+    """The shortest training of ours in every round that reached what the peer had at its end."""
+    found = [next((own for own in ours if own.reaches(goal, peer)), ours[-1]) for peer, ours in rounds]
+    timing = Timing({"ours": [own.seconds for own in found], "transformers": [peer.seconds for peer, _ in rounds]})
+    name = f"until the {GOALS[goal]} that transformers with AdamW has after {SAMPLES:,} samples, {work}"
+    return row(name, timing, ours="ours", peer="transformers") | {
+        "reached": all(own.reaches(goal, peer) for own, (peer, _) in zip(found, rounds, strict=True)),
+        "rounds": [{"peer": asdict(peer), "ours": [asdict(own) for own in ours]} for peer, ours in rounds],
+    }
+
+
+class Race:
+    """The data of all trainings, where their files go, and how each is started and measured."""
+
+    def __init__(self, small: str, folder: Path) -> None:
+        from anechoic.recipes import recipe
+
+        config = recipe("pocket_mae_emoji")
+        if small:
+            config = replace(config, data=replace(config.data, source=small, image_size=32, scale=(0.2, 1.0)))
+        self.work = replace(DRAWINGS, image=config.data.image_size)
+        self.config = replace(
+            config,
+            shortcut=replace(config.shortcut, alpha_min=1.0),
+            monitor=replace(config.monitor, report=SAMPLES // 10, every=SAMPLES),
+            save=replace(config.save, every=SAMPLES),
+            threads=1,
+            devices=1,
+        )
+        self.labelled = (small, None) if small else ("emoji:train", "emoji:test")
+        self.folder = folder
+        self.count = 0
+
+    def round(self, seed: int, rate: float) -> tuple[Trained, list[Trained]]:
+        """The peer's training, and ours, longer and longer until one reaches both goals."""
+        peer, ours = self.peer(seed, rate), []
+        for share in SHARES:
+            ours.append(self.ours(seed, share))
+            if all(any(own.reaches(goal, peer) for own in ours) for goal in GOALS):
+                break
+        return peer, ours
+
+    def peer(self, seed: int, rate: float) -> Trained:
+        from anechoic.exchange.importing import Choices, import_checkpoint
+
+        config = replace(self.config, seed=seed)
+        folder = self.next_folder()
+        seconds = in_a_process(train_peer, config, self.work, rate, folder)
+        network = import_checkpoint(folder, Choices()).network
+        return self.measured(network, config, SAMPLES, seconds)
+
+    def ours(self, seed: int, share: float) -> Trained:
+        from anechoic.runtime.checkpoint import load
+
+        samples = int(SAMPLES * share) // self.work.batch * self.work.batch
+        config = replace(self.config, seed=seed, optim=replace(self.config.optim, samples=samples))
+        folder = self.next_folder()
+        seconds = in_a_process(train_ours, config, folder)
+        return self.measured(load(folder), config, samples, seconds)
+
+    def next_folder(self) -> Path:
+        self.count += 1
+        return self.folder / str(self.count)
+
+    def measured(self, network: Any, config: Config, samples: int, seconds: float) -> Trained:
+        import torch
+
+        from anechoic.data.split import hold_out
+        from anechoic.evals.encoders import Encoder
+        from anechoic.evals.evaluator import EvalSpec, Evaluator
+        from anechoic.evals.labelled import open_labelled
+        from anechoic.train.build import open_data, preprocess_of
+        from anechoic.train.monitor import make_monitor
+        from anechoic.train.objectives import make_objective
+
+        preprocess, source = preprocess_of(config), open_data(config)
+        objective = make_objective(config.objective.name, preprocess=preprocess, **config.objective.options)
+        parts = hold_out(len(source), config.data.holdout or 0)
+        monitor = make_monitor(replace(config, seed=0), objective, source, *parts, preprocess=preprocess)
+        loss = monitor.losses(network, torch.device("cpu"))["loss"]
+        labelled = open_labelled(*self.labelled, channels=preprocess.channels)
+        spec = EvalSpec(("probe",), poolings=("mean",))
+        probe = Evaluator(spec, cached=False).run(Encoder("network", network, preprocess), labelled)
+        return Trained(samples, seconds, loss, 100 * probe.value("probe", pooling="mean"))
+
+
+# ---- the trainings, each in a process of its own that has imported everything when its clock starts
+
+
+def in_a_process(train: Any, *arguments: Any) -> float:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(train, *arguments).result()
+
+
+def train_ours(config: Config, folder: Path) -> float:
+    """All that `anechoic train` does, saving included."""
+    from anechoic.train.engine import fit
+
+    start = time.perf_counter()
+    fit(config, folder)
+    return time.perf_counter() - start
+
+
+def train_peer(config: Config, work: Work, rate: float, folder: Path) -> float:
+    """transformers' network under AdamW, with our images, warm-up and cosine, and no decay of biases and norms."""
+    import torch
+
+    from anechoic.data import Augment, Loader, Subset
+    from anechoic.data.split import hold_out
+    from anechoic.train.build import open_data, preprocess_of
+    from anechoic.train.optim import learning_rate, set_learning_rate
+
+    torch.set_num_threads(1)
+    torch.manual_seed(config.seed)
+    data, optim = config.data, config.optim
+    network = peer_network(work)
+    start = time.perf_counter()
+    source = open_data(config)
+    batches = iter(
+        Loader(
+            Subset(source, hold_out(len(source), data.holdout or 0)[0]),
+            image_size=data.image_size,
+            batch_size=optim.batch_size,
+            seed=config.seed,
+            augment=Augment(kind=data.augment, scale=data.scale, flip=data.flip),
+            shuffle=True,
+            drop_last=True,
+        )
+    )
+    prepare = preprocess_of(config).apply
+    groups = [
+        {
+            "params": [p for p in network.parameters() if p.requires_grad and (p.ndim > 1) == is_matrix],
+            "weight_decay": decay,
+            "lr_scale": 1.0,
+        }
+        for is_matrix, decay in ((True, 0.05), (False, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=True)
+    for seen in range(0, SAMPLES, optim.batch_size):
+        lr = learning_rate(seen, samples=SAMPLES, lr=rate, warmup=optim.warmup, schedule=optim.schedule)
+        set_learning_rate(optimizer, lr)
+        network(pixel_values=prepare(next(batches).images)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    seconds = time.perf_counter() - start
+    network.save_pretrained(folder)
+    return seconds
