@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from processes import alive, descendants
+
 import anechoic.api.training
 import anechoic.cli
 import anechoic.train.engine  # all once, here: a training is a fork of this process and starts at once
@@ -98,7 +100,7 @@ class Training:
             if time.monotonic() > deadline:
                 os.killpg(pid, signal.SIGKILL)
                 raise AssertionError(f"the training hangs\n{self.log.read_text()}")
-            time.sleep(0.01)
+            time.sleep(0.05)
         deadline = time.monotonic() + 20
         while any(map(alive, family)):
             if time.monotonic() > deadline:
@@ -119,36 +121,12 @@ class Training:
                 break
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                 return False
-            time.sleep(0.001)
+            time.sleep(0.004)
         return True
 
     def seen(self) -> int:
         found = checkpoint.checkpoints(self.run / "checkpoints")
         return int(found[-1].name) if found else 0
-
-
-def descendants(pid: int) -> set[int]:
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rsplit(")", 1)[1].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if fields[0] != "Z":
-            parents[int(path.parent.name)] = int(fields[1])
-    found: set[int] = set()
-    todo = {pid}
-    while todo:
-        todo = {child for child, parent in parents.items() if parent in todo} - found
-        found |= todo
-    return found
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 # ---- faults while it runs

@@ -18,7 +18,8 @@ from collections import defaultdict
 from pathlib import Path
 
 from crashing import FILES, MAE, make_data
-from crashing_faults import BATCH, descendants
+from crashing_faults import BATCH
+from processes import descendants, parent_of
 
 from anechoic.runtime.run import read_metrics
 
@@ -36,16 +37,15 @@ def sample(pid: int) -> tuple[float, int] | None:
 
 
 def role(pid: int, launcher: int) -> str:
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-        parent = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
     if pid == launcher:
         return "launcher"
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
     if "resource_tracker" in words:
         return "tracker"
-    return "rank" if parent == launcher else "worker"
+    return "rank" if parent_of(pid) == launcher else "worker"
 
 
 def watch(command: list[str], run: Path, *, every: float) -> dict[str, list[tuple[int, float, int]]]:

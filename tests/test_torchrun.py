@@ -10,8 +10,8 @@ import time
 from dataclasses import replace
 
 import pytest
+from processes import alive, descendants, wait_until
 from test_engine import BATCH, tiny_config
-from test_resume import alive, descendants, wait_until
 
 from anechoic.config import SaveConfig, to_json
 from anechoic.runtime import checkpoint
