@@ -149,6 +149,7 @@ def by_two(root):
             fit(small_config("mae", **WAYS[how]), root / "mae" / how)
             fit(small_config("u-vit", **WAYS[how]), root / "u-vit" / how)
             stop_after(14, small_config("mae", **WAYS[how]), root / "stopped" / how)
+        fit(small_config("mae", fsdp=True, precision="bfloat16"), root / "bfloat16" / "fsdp")
         refusing_disk(small_config("muon", fsdp=True), root / "muon" / "fsdp")
         if world.is_first:
             shutil.copytree(root / "stopped" / "fsdp", root / "again")
@@ -205,6 +206,12 @@ def test_two_processes_have_the_losses_of_one(root, name, how):
     held_out = [[r["held_out_loss"] for r in found if r["kind"] == "validation"] for found in records]
     assert held_out[1] == pytest.approx(held_out[0], rel=1e-4)
     assert len(held_out[0]) == 4
+
+
+def test_bfloat16_is_shared_out_too(root):
+    one, two = (train_records(path) for path in (root / "mae" / "one", root / "bfloat16" / "fsdp"))
+    assert [r["loss"] for r in two] == pytest.approx([r["loss"] for r in one], rel=2e-2)
+    assert [r["loss"] for r in two] != pytest.approx([r["loss"] for r in one], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["mae", "u-vit"])

@@ -24,8 +24,9 @@ BLOCKS = (Block, ModulatedBlock)
 def shard(world: World, module: nn.Module, *, dtype: torch.dtype) -> nn.Module:
     """The module, in place: a block's weights are whole only while it computes, all others while the module does.
 
-    All processes must have the same weights. dtype: in which weights travel and meet activations; gradients are summed
-    in float32, and what else is computed in which precision is autocast's business.
+    All processes must have the same weights. dtype: in which weights travel and meet activations, on accelerators (on
+    processors a norm wants weights as precise as its input); gradients are summed in float32, and what else is computed
+    in which precision is autocast's business.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -33,8 +34,9 @@ def shard(world: World, module: nn.Module, *, dtype: torch.dtype) -> nn.Module:
     # It warns of what nobody does here: changing a block's output in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
     mesh = init_device_mesh(world.device.type, (world.size,))
+    rounded = dtype != torch.float32 and world.device.type != "cpu"
     policy = MixedPrecisionPolicy(
-        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        param_dtype=dtype if rounded else None, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for block in [part for part in module.modules() if isinstance(part, BLOCKS)]:
         fully_shard(block, mesh=mesh, mp_policy=policy)
