@@ -40,7 +40,8 @@ def shard(world: World, module: nn.Module, *, dtype: torch.dtype) -> nn.Module:
     )
     for block in [part for part in module.modules() if isinstance(part, BLOCKS)]:
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    return fully_shard(module, mesh=mesh, mp_policy=policy)
+    fully_shard(module, mesh=mesh, mp_policy=policy)
+    return module
 
 
 def is_shared_out(tensor: Tensor) -> bool:

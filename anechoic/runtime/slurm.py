@@ -45,7 +45,7 @@ class Job:
             environment = dict(os.environ)
             environment.setdefault("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", str(self.tasks)))
         self.process = subprocess.Popen([sys.executable, "-m", "anechoic", *self.command], env=environment)
-        code = self.wait()
+        code = self.wait() or 0
         if code == 128 + signal.SIGTERM:
             raise SystemExit(code)  # the first task's training was asked to save, and all of them did: no failure
         if code:

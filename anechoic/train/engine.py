@@ -217,7 +217,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
 
                 # Save; a disk that refuses does not end the run.
                 if seen and (due(seen, config.save.every, optim.batch_size) or done or stop.agreed):
-                    kept = {"sums": dict(sums)}
+                    kept: dict[str, Any] = {"sums": dict(sums)}
                     if run is not None:
                         run.list_skipped(loader.skipped)
                         kept["metrics"] = run.metrics_digest

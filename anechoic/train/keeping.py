@@ -52,7 +52,8 @@ class Keeper:
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
         """File name without suffix, or first part of names -> its tensors."""
-        tensors = {"model": self.model.state_dict(), "optimizer": checkpoint.optimizer_tensors(self.optimizer)}
+        moved = checkpoint.optimizer_tensors(self.optimizer)
+        tensors: dict[str, Mapping[str, Tensor]] = {"model": self.model.state_dict(), "optimizer": moved}
         if self.average is not None:
             tensors["ema"] = self.average.tensors
         return tensors
