@@ -53,8 +53,11 @@ SLOW = {
     "test_sampling",
     "test_serve",
     "test_serve_bounds",
+    "test_sharding",
+    "test_slurm",
     "test_surgery_continued",
     "test_surgery_libraries",
+    "test_torchrun",
 }
 
 
