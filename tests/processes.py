@@ -52,6 +52,7 @@ class Command:
 def give(arguments: list[str], files: list[Path], environment: dict[str, str]) -> None:
     """In the fork: become the command."""
     os.setsid()
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)  # the system's default
     os.environ.update(environment)
     for number, path in enumerate(files, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)

@@ -125,7 +125,7 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:
 
 
 def over_checkpoints(by_run: dict[str, list[dict[str, Any]]], signal: str) -> dict[str, Any]:
-    """Spearman's rho over all checkpoints; the interval is a 95 % bootstrap over runs, whose checkpoints go together."""
+    """Spearman's rho over all checkpoints; the interval is a 95 % bootstrap over runs, each with its checkpoints."""
     groups = [[(p[signal], p["knn"]) for p in points if p[signal] is not None] for points in by_run.values()]
     groups = [group for group in groups if group]
 
@@ -147,18 +147,20 @@ def judged(runs: Sequence[Path], train: str, test: str, *, part: slice) -> dict[
     for run in runs:
         points += points_of(run, train, test, part=part)
         print(f"{run.name}: k-NN {points[-1]['knn']:.3f}, {points[-1]['verdict']}", flush=True)
+    return {"train": train, "test": test, **summed_up(points, pixels_knn(runs[0], train, test))}
+
+
+def summed_up(points: list[dict[str, Any]], of_pixels: float) -> dict[str, Any]:
+    """What the points say. of_pixels: k-NN of raw pixels on the same data."""
     by_run: dict[str, list[dict[str, Any]]] = {}
     for point in points:
         by_run.setdefault(point["run"], []).append(point)
     ends = [found[-1] for found in by_run.values()]
     knn = [end["knn"] for end in ends]
-    of_pixels = pixels_knn(runs[0], train, test)
     said = [(end["verdict"] in ("worse than raw pixels", "collapsed"), end["knn"] < of_pixels) for end in points]
     # How much k-NN still rose in the last third, against how much the loss still fell there.
     rises = [late_rise(found) for found in by_run.values()]
     return {
-        "train": train,
-        "test": test,
         "runs": len(ends),
         "checkpoints": len(points),
         "knn_of_raw_pixels": of_pixels,

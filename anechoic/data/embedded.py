@@ -6,8 +6,11 @@ places say nothing about the kind, so comparing pixels does not help; the outlin
 
 from __future__ import annotations
 
+import gzip
 import math
 from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,23 +34,33 @@ CHUNK = 64
 
 def open_digits(rest: list[str], *, labels: bool, channels: int) -> Array:
     """`digits` (1,797 images of 8 x 8), `digits:test` (every fifth of each class) and `digits:train` (the others)."""
-    from sklearn.datasets import load_digits
-
     if rest not in ([], ["train"], ["test"]):
         raise UserError(f"There is no 'digits:{':'.join(rest)}'; say digits, digits:train or digits:test.")
-    bunch = load_digits()
+    pixels, target = read_digits()
     # How many of the same class came before: the digits are nearly in the order 0 .. 9, so plain counting would skew.
-    before = (np.cumsum(np.eye(10, dtype=int)[bunch.target], axis=0) - 1)[np.arange(len(bunch.target)), bunch.target]
+    before = (np.cumsum(np.eye(10, dtype=int)[target], axis=0) - 1)[np.arange(len(target)), target]
     chosen = {"": before >= 0, "train": before % 5 != 4, "test": before % 5 == 4}["".join(rest)]
-    images = np.rint(bunch.images * (255 / 16)).astype(np.uint8)[chosen]
+    images = np.rint(pixels * (255 / 16)).astype(np.uint8)[chosen]
     return Array(
         images,
         channels=channels,
-        labels=bunch.target[chosen].astype(np.int64) if labels else None,
+        labels=target[chosen] if labels else None,
         classes=tuple("0123456789") if labels else None,
         fingerprint=digest("digits", images),
         where="digits",
     )
+
+
+def read_digits() -> tuple[np.ndarray, np.ndarray]:
+    """(1797, 8, 8) in 0 .. 16 and their digits, from the file that scikit-learn carries.
+
+    Not by `load_digits`: to import scikit-learn takes longer than all else that a short command does."""
+    spec = find_spec("sklearn")
+    assert spec is not None, "scikit-learn is a requirement of this package"
+    assert spec.origin is not None
+    with gzip.open(Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz", "rt") as file:
+        rows = np.loadtxt(file, delimiter=",", dtype=np.int64)
+    return rows[:, :-1].reshape(-1, 8, 8), rows[:, -1]
 
 
 def open_scenes(rest: list[str], *, labels: bool, channels: int, size: int, seed: int) -> Scenes:

@@ -345,22 +345,42 @@ class RawPixels(nn.Module):
 
 
 class FlatTokens(nn.Module):
-    """The patch tokens of an encoder's output as one token (B, 1, N * D): unlike a mean, it keeps the layout."""
+    """The patch tokens of an encoder's output as one token (B, 1, N * D): unlike a mean, it keeps the layout.
+
+    width: N * D channels are summed with random signs into so many, which keeps cosines but for noise of about
+    1 / sqrt(width) (a count sketch; the same signs and places every time). None keeps them all.
+    """
 
     num_prefix_tokens = 0
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, channels: int, width: int | None = None) -> None:
         super().__init__()
         self.network = trunk(model)
         self.blocks = nn.ModuleList([nn.Identity()])
+        self.width = width if width is not None and width < channels else None
+        if self.width is not None:
+            generator = torch.Generator().manual_seed(0)
+            self.register_buffer("places", torch.randint(self.width, (channels,), generator=generator))
+            self.register_buffer("signs", torch.randint(2, (channels,), generator=generator) * 2.0 - 1.0)
 
     def forward(self, images: Tensor) -> Tensor:
         tokens = self.network(images)
-        return self.blocks[0](tokens[:, prefix_tokens(self.network) :].flatten(1)[:, None])
+        if tokens.ndim == 4:
+            tokens = tokens.flatten(2).transpose(1, 2)
+        x = tokens[:, prefix_tokens(self.network) :].flatten(1)
+        if self.width is not None:
+            x = x.new_zeros(len(x), self.width).index_add_(1, self.places, x * self.signs)
+        return self.blocks[0](x[:, None])
 
 
-def flat(encoder: Encoder) -> Encoder:
-    return replace(encoder, name="flat tokens", model=FlatTokens(encoder.model), untrained=None)
+def flat(encoder: Encoder, *, width: int | None = None) -> Encoder:
+    """The encoder whose only vector is all of its patches side by side."""
+    shape = (1, encoder.channels, encoder.image_size, encoder.image_size)
+    with torch.inference_mode():
+        tokens = trunk(encoder.model)(torch.zeros(shape, device=next(encoder.model.parameters()).device))
+    channels = tokens[0].numel() - prefix_tokens(encoder.model) * (tokens.shape[-1] if tokens.ndim == 3 else 0)
+    wrapped = FlatTokens(encoder.model, channels=channels, width=width)
+    return replace(encoder, name="flat tokens", model=wrapped, untrained=None)
 
 
 class ConstantEncoder(nn.Module):

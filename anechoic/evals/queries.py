@@ -13,8 +13,7 @@ from anechoic.data.files import Files
 from anechoic.errors import UserError, nearest_name
 from anechoic.evals.encoders import Encoder
 from anechoic.evals.feature_cache import features_of
-from anechoic.evals.features import Pooling
-from anechoic.evals.index import Index
+from anechoic.evals.index import Index, Vector, encoder_for
 
 
 class Query(NamedTuple):
@@ -67,9 +66,11 @@ def by_name(word: str, names: dict[str, int]) -> int:
 
 
 def query_vectors(
-    queries: Sequence[Query], index: Index, encoder: Encoder, *, layer: int, pooling: Pooling, device: str
+    queries: Sequence[Query], index: Index, encoder: Encoder, *, vector: Vector, layer: int, device: str
 ) -> np.ndarray:
     """(Q, D): from the index where it has them, computed otherwise."""
+    encoder, pooling = encoder_for(encoder, vector, layer)
+    layer = -1 if vector == "flat" else layer
     rows = {int(i): row for row, i in enumerate(index.ids)}
     found = np.empty((len(queries), index.vectors.shape[1]), np.float32)
     for number, query in enumerate(queries):

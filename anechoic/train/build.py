@@ -68,6 +68,12 @@ def check(config: Config) -> None:
             "A compiled network has its alphas built in, so they cannot be annealed: set shortcut.anneal to 0 or "
             "compile to false."
         )
+    if config.fsdp and config.compile:
+        raise UserError("A compiled network is not shared out over processes: set fsdp or compile to false.")
+    if config.fsdp and config.shortcut.form == "learnable":
+        raise UserError("A learnable alpha is a single number, which cannot be shared out: set fsdp to false.")
+    if config.fsdp and config.model.name.startswith("resnet"):
+        raise UserError("Only transformers are shared out over processes, block by block: set fsdp to false.")
 
 
 def describe(config: Config, model: nn.Module, run_dir: Path, *, seen: int, brief: bool = False) -> str:
