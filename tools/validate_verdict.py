@@ -36,6 +36,7 @@ from anechoic.train.build import open_data
 
 # Signal -> where it stands in a point.
 SIGNALS = ("crop_retrieval", "crop_lead", "skill", "rank", "rank_share")
+KNN = EvalSpec(("knn",), poolings=("mean",), neighbours=(20,), fitted=1500, tested=600)
 SAMPLES = 25_600
 # Chosen to spread: good and bad rates, decay that suits and decay that does not, easy and hard masks.
 GRID: dict[str, dict[str, Any]] = {
@@ -89,9 +90,8 @@ def points_of(run: Path, train: str, test: str, *, part: slice) -> list[dict[str
         encoder = run_encoder(path)
         seen = int(path.name)
         signals = measure(encoder, held_out, [record for record in records if record["seen"] <= seen])
-        spec = EvalSpec(("knn",), poolings=("mean",), neighbours=(20,))
         labelled = open_labelled(train, test, channels=encoder.channels)
-        evaluation = Evaluator(spec, cached=False).run(encoder, labelled)
+        evaluation = Evaluator(KNN, cached=False).run(encoder, labelled)
         alpha = config.shortcut.alpha_min
         word = verdict_of(signals, alpha_min=None if isinstance(alpha, str) else alpha).word
         knn = evaluation.value("knn", pooling="mean")
@@ -105,8 +105,7 @@ def pixels_knn(run: Path, train: str, test: str) -> float:
     encoder = run_encoder(run)
     labelled = open_labelled(train, test, channels=encoder.channels)
     pixels = replace(encoder, name="raw pixels", model=RawPixels(), untrained=None)
-    spec = EvalSpec(("knn",), poolings=("mean",), neighbours=(20,))
-    return Evaluator(spec, cached=False).run(pixels, labelled).value("knn", pooling="mean")
+    return Evaluator(KNN, cached=False).run(pixels, labelled).value("knn", pooling="mean")
 
 
 def rank_correlation(x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:
