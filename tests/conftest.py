@@ -18,6 +18,7 @@ SLOW = {
     "test_anneal",
     "test_bench_data",
     "test_browser",
+    "test_browser_run",
     "test_bench_quality",
     "test_bench_speed",
     "test_bench_train",
