@@ -1,4 +1,4 @@
-"""The report and the live page in a real browser: numbers, a training followed, stopped and resumed, an image dropped."""
+"""The report and the live page in a real browser: numbers, a training stopped and resumed, an image, its mask."""
 
 from __future__ import annotations
 
