@@ -48,7 +48,7 @@ def live(browser, client, **options):
     assert problems == []
 
 
-def told(page, selector, text, *, seconds=180):
+def told(page, selector, text, *, seconds=90):
     """Wait until the element says so; the page's content policy forbids conditions in its own language."""
     expect = pytest.importorskip("playwright.sync_api").expect
     expect(page.locator(selector)).to_have_text(text, timeout=1000 * seconds)
@@ -95,6 +95,7 @@ def test_an_image_is_dropped_and_its_mask_painted(browser, run):
         page.click("#clear")
         told(page, "#share", "0 %")
         plain = page.locator("#reconstruction").get_attribute("src")
+        page.locator("#mask").scroll_into_view_if_needed()
         box = page.locator("#mask").bounding_box()
         page.mouse.move(box["x"] + 5, box["y"] + 5)
         page.mouse.down()
