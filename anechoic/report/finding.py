@@ -124,15 +124,14 @@ def the_map(points: Map, index: Index, pictures: Pictures) -> Html:
 
 
 def duplicates(metrics: Mapping[str, Any], names: Sequence[str], found: Exploration, pictures: Pictures) -> list[str]:
-    threshold = metrics["threshold"]
+    limit = metrics["limit"]
     words = (
-        f"Two images count as near-duplicates from a similarity of {threshold['similarity']:.4f} on. The limit comes "
-        f"from this collection itself: {threshold['false_alarms']:g} images in all are expected beyond it by chance."
+        f"Two images count as near-duplicates if they are closer than {limit['share']:.3f} of the distance that each "
+        f"has to its other neighbours. The limit comes from this collection itself: around an image it looks like "
+        f"points in {limit['dimension']:.1f} dimensions, where {limit['false_alarms']:g} images in all are expected "
+        "below it by chance."
     )
-    parts: list[str] = [
-        words,
-        histogram(*threshold["histogram"], **HISTOGRAM, marks={"limit": threshold["similarity"]}),
-    ]
+    parts: list[str] = [words, histogram(*limit["histogram"], **HISTOGRAM, marks={"limit": limit["share"]})]
     groups = metrics["duplicates"]
     if not groups:
         return [*parts, note("There are none.", kind="good")]
@@ -148,7 +147,7 @@ def duplicates(metrics: Mapping[str, Any], names: Sequence[str], found: Explorat
     return parts
 
 
-HISTOGRAM = {"title": "Similarity to the nearest other image", "xlabel": "similarity"}
+HISTOGRAM = {"title": "Distance to the nearest image, of that to the others", "xlabel": "ratio"}
 
 
 def outliers(metrics: Mapping[str, Any], names: Sequence[str], found: Exploration, pictures: Pictures) -> list[str]:
