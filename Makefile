@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Where it is set, every process that the tests start would compile all it imports once more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install test quick lint demo fuzz crash-test clean
+.PHONY: install test quick lint demo docs fuzz crash-test clean
 
 install: $(VENV)/everything
 
@@ -61,5 +61,9 @@ crash-test: install
 demo: $(VENV)/core
 	$(BIN)/anechoic demo
 
+# The site, which opens from disk: site/index.html.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache

@@ -52,6 +52,31 @@ def retrieval_accuracy(features: np.ndarray | Tensor, things: np.ndarray, styles
     return float(np.nanmean(found))
 
 
+def places(features: np.ndarray | Tensor, things: np.ndarray, styles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(S, S, T) for S styles that all draw the same T things: the column's drawing nearest to the row's drawing of
+    each thing, and at which place (1 is the nearest) the column's drawing of the same thing comes; -1 and 0 on the
+    diagonal. Things are numbered in the order of their numbers.
+    """
+    x, (things, styles) = unit_rows(features, name="test"), checked(features, things, styles)
+    numbers = np.unique(things)
+    rows = [np.flatnonzero(styles == name) for name in np.unique(styles)]
+    rows = [row[np.argsort(things[row], kind="stable")] for row in rows]
+    if any(not np.array_equal(things[row], numbers) for row in rows):
+        raise UserError("Places across hands need every thing drawn once in every style: choose whole styles.")
+    best = np.full((len(rows), len(rows), len(numbers)), -1)
+    place = np.zeros_like(best)
+    before = torch.ones(len(numbers), len(numbers), device=x.device).tril(-1).bool()
+    for i, query in enumerate(rows):
+        for j, bank in enumerate(rows):
+            if i != j:
+                similar = x[query] @ x[bank].T
+                own = similar.diagonal()[:, None]
+                ahead = (similar > own) | ((similar == own) & before)
+                best[i, j] = similar.argmax(dim=1).numpy(force=True)
+                place[i, j] = 1 + ahead.sum(dim=1).numpy(force=True)
+    return best, place
+
+
 def group_accuracy(
     features: np.ndarray | Tensor,
     groups: np.ndarray,
