@@ -323,7 +323,7 @@ def test_wrong_paths(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"did you mean .*Bilder für alle"):
         open_source(tmp_path / "Bilder fuer alle")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="no JPEG, PNG"):
+    with pytest.raises(UserError, match=r"no image that is read here \(JPEG, PNG"):
         open_source(tmp_path / "empty")
     (tmp_path / "texts").mkdir()
     for k in range(3):
