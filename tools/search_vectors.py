@@ -29,7 +29,7 @@ WIDEST = 2048
 
 
 def vectors_of(run: str, source: str) -> dict[str, np.ndarray]:
-    """class, mean, all: tokens pooled to one; flat: all patches side by side, as they are and as an index keeps them."""
+    """class, mean, all: tokens pooled to one; flat: all patches side by side, as they are and as an index has them."""
     encoder: Encoder = open_encoder(run)
     opened = open_source(source, labels=True, channels=encoder.channels)
     pooled = features_of(encoder, opened, device="cpu")

@@ -106,7 +106,7 @@ def explore(
     clusters: int | None = None,
     layer: int = -1,
     vector: Vector = "flat",
-    scaling: Scaling = "centred",
+    scaling: Scaling = "standardised",
     image_size: int | None = None,
     device: str = "auto",
     workers: int = 0,
@@ -123,7 +123,7 @@ def explore(
         clusters: how many; by default the number with the best silhouette.
         layer: 0 is the embedding, k the k-th block, -1 the encoder's output.
         vector: all patches side by side (flat), the class token, the mean of the patches, or of all tokens; flat and
-            centred told copies from other images best.
+            standardised searched best on held-out labels.
         scaling: raw; centred to mean 0; standardised, each channel to deviation 1 too; or whitened, all directions.
         image_size: side of the images, if other than the model's own.
         device: cpu, cuda, mps; auto takes an accelerator if there is one.
