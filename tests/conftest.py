@@ -27,6 +27,7 @@ SLOW = {
     "test_data_loader",
     "test_data_shards",
     "test_demo",
+    "test_docs",
     "test_distributed",
     "test_engine",
     "test_evaluating",
@@ -40,6 +41,7 @@ SLOW = {
     "test_latents",
     "test_latents_training",
     "test_models",
+    "test_notebooks",
     "test_packed",
     "test_paper_catalogue",
     "test_paper_pages",
@@ -50,6 +52,7 @@ SLOW = {
     "test_recipes",
     "test_resume",
     "test_sampling",
+    "test_site",
     "test_surgery_continued",
     "test_surgery_libraries",
 }
