@@ -29,7 +29,16 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint
+# Pages are tested in a real browser. Where it may, as root on Debian, `make test` installs one; elsewhere those tests skip.
+.PHONY: browser
+browser:
+	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  export DEBIAN_FRONTEND=noninteractive; get="apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core"; \
+	  $$get >/dev/null 2>&1 || { apt-get update -qq && $$get; } >/dev/null 2>&1 || echo "chromium could not be installed"; \
+	fi
+
+test: lint browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # Lint, types and the tests that need neither a training nor a process of their own.

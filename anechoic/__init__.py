@@ -27,7 +27,7 @@ _HOME = {
     "UserError": "errors",
 }
 # Rooms of the package that share their name with a verb: `anechoic.train` is both, so the room can be called.
-_ROOMS = ("models", "recipes", "train")
+_ROOMS = ("models", "recipes", "report", "serve", "train")
 
 
 def __getattr__(name: str) -> Any:

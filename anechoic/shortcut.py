@@ -174,8 +174,9 @@ class Annealing:
             raise UserError("A learnable alpha finds its own way: leave shortcut.anneal at 0 with the form learnable.")
 
     @classmethod
-    def of(cls, model: nn.Module, *, share: float) -> Annealing:
-        return cls((module for module in model.modules() if isinstance(module, Shortcut)), share=share)
+    def of(cls, *models: nn.Module, share: float) -> Annealing:
+        found = {module: None for model in models for module in model.modules() if isinstance(module, Shortcut)}
+        return cls(found, share=share)
 
     def set(self, progress: float) -> None:
         """progress: share of the training that is done."""

@@ -50,11 +50,17 @@ SLOW = {
     "test_planning",
     "test_probe",
     "test_recipes",
+    "test_report",
     "test_resume",
     "test_sampling",
+    "test_serve",
+    "test_serve_bounds",
+    "test_sharding",
     "test_site",
+    "test_slurm",
     "test_surgery_continued",
     "test_surgery_libraries",
+    "test_torchrun",
 }
 
 

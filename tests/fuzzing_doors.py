@@ -35,7 +35,7 @@ def load_everything() -> None:
         *("datasets", "pyarrow.parquet", "diffusers.models.autoencoders.autoencoder_kl"),
         *("transformers.models.vit.modeling_vit", "anechoic.data.latents", "anechoic.diffusion.generation"),
         *("anechoic.evals.encoders", "anechoic.evals.frechet", "anechoic.evals.segment"),
-        *("anechoic.exchange.importing", "anechoic.exchange.exporting", "anechoic.runtime.checkpoint"),
+        *("anechoic.exchange.importing", "anechoic.exchange.exporting", "anechoic.runtime.parts"),
     ):
         import_module(name)
 
@@ -269,6 +269,22 @@ def make_models(folder: Path) -> None:
         card = json.loads((folder / name / "config.json").read_text())
         del card["weights_sha256"]
         (folder / name / "config.json").write_text(json.dumps(card))
+    make_parts(folder / "parts", models["vit"].state_dict(), json.loads((folder / "vit" / "config.json").read_text()))
+
+
+def make_parts(folder: Path, tensors: dict[str, torch.Tensor], card: dict[str, Any]) -> None:
+    """A checkpoint of two processes, each of which wrote its rows and said where they belong."""
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(card))
+    for rank in range(2):
+        rows = {f"model/{name}": tensor.chunk(2)[rank] for name, tensor in tensors.items() if len(tensor) > rank}
+        firsts = {f"model/{name}": rank * len(tensor.chunk(2)[0]) for name, tensor in tensors.items()}
+        places = {name: {"saved_offsets": [firsts[name], *[0] * (part.ndim - 1)]} for name, part in rows.items()}
+        contiguous = {name: part.clone() for name, part in rows.items()}
+        file = folder / f"shard-0000{rank + 1}-model-00001-of-00001.safetensors"
+        save_file(contiguous, file, metadata={"DCP_SHARDING_INFO": json.dumps(places)})
 
 
 def enter_model(path: Path) -> str:

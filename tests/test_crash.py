@@ -16,4 +16,5 @@ def test_trainings_end_as_if_nothing_had_happened():
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("seed 3, 6 faults over 1 trainings\n")
-    assert "all equal or refused in a sentence" in done.stdout
+    assert "seed 3: all equal or refused in a sentence" in done.stdout
+    assert "0 orphans, 0 leftovers, 0 samples lost or repeated" in done.stdout

@@ -368,19 +368,20 @@ from functools import partial
 from pathlib import Path
 from anechoic.runtime import checkpoint
 from anechoic.train import engine
+from anechoic.train.keeping import Keeper
 from test_engine import BATCH, tiny_config
 from anechoic.config import SaveConfig
 
 run, fault = Path(sys.argv[1]), sys.argv[2]
 run.mkdir()
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(run)], check=True)
-real, calls = engine.save, 0
+real, calls = Keeper.save, 0
 
-def save(owned, config, **values):
+def save(keeper, **values):
     # The second save meets the fault; before the third one it is put right.
     global calls
     calls += 1
-    folder = owned.checkpoints
+    folder = keeper.folder
     if calls == 2 and fault == "full":
         with open(run / "ballast", "wb", buffering=0) as file:
             try:
@@ -396,12 +397,12 @@ def save(owned, config, **values):
     if calls == 3 and fault == "read-only":
         subprocess.run(["umount", str(folder)], check=True)
     try:
-        return real(owned, config, **values)
+        return real(keeper, **values)
     finally:
         if calls == 2:
             print("intact:", checkpoint.latest(folder)[1]["seen"], flush=True)
 
-engine.save = save
+Keeper.save = save
 engine.fit(tiny_config(steps=15, save=SaveConfig(every=5 * BATCH)), run)
 print("calls:", calls)
 for name in ("metrics.jsonl", "model/model.safetensors"):

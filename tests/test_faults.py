@@ -17,8 +17,8 @@ from test_resume import PARTS, TWO, command_for, start
 from anechoic.config import SaveConfig
 from anechoic.errors import UserError
 from anechoic.runtime.run import read_metrics
-from anechoic.train import engine
 from anechoic.train.engine import fit
+from anechoic.train.keeping import Keeper
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -193,7 +193,7 @@ def test_a_crash_before_the_first_checkpoint_repeats_no_line(tmp_path, monkeypat
         raise RuntimeError("a defect")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "save", crash)  # the first save is that of the end: everything before it is lost
+        patch.setattr(Keeper, "save", crash)  # the first save is that of the end: everything before it is lost
         with pytest.raises(RuntimeError, match="a defect"):
             fit(config, tmp_path / "run")
     assert read_metrics(tmp_path / "run")

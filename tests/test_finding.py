@@ -20,7 +20,8 @@ from anechoic.cli import main
 from anechoic.data import open_source
 from anechoic.errors import UserError
 from anechoic.evals import exploring, feature_cache
-from anechoic.evals.encoders import open_encoder
+from anechoic.evals.encoders import flat, open_encoder
+from anechoic.evals.feature_cache import features_of
 from anechoic.evals.index import Searchable, nearest_others, open_index
 from anechoic.evals.knn import nearest
 from anechoic.evals.queries import resolve
@@ -75,10 +76,10 @@ def data_of(page):
 # ---- the index
 
 
-def index_of(run, photos):
+def index_of(run, photos, vector="mean"):
     encoder = open_encoder(run)
     return open_index(
-        encoder, open_source(photos), encoder_name=str(run), place=str(photos), pooling="mean", device="cpu"
+        encoder, open_source(photos), encoder_name=str(run), place=str(photos), pooling=vector, device="cpu"
     )
 
 
@@ -158,6 +159,24 @@ def test_an_unreadable_image_is_told_every_time_and_tried_once(run, photos, monk
     assert "a/broken.png" not in again.names()
 
 
+@pytest.mark.parametrize("width", [None, 64])
+def test_patches_side_by_side(run, photos, width):
+    """All of them as they are, or summed into fewer channels, which keeps cosines but for noise."""
+    encoder = open_encoder(run)
+    whole, folded = (
+        features_of(flat(encoder, width=w), open_source(photos), device="cpu", cached=False) for w in (None, width)
+    )
+    (x,), (y,) = whole.sets.values(), folded.sets.values()
+    assert x.shape == (36, 16 * 48)
+    cosines = [unit_vectors(z, fitted(z, "centred")) @ unit_vectors(z, fitted(z, "centred")).T for z in (x, y)]
+    assert y.shape[1] == (width or 16 * 48)
+    assert (cosines[0] - cosines[1]).abs().mean() < (0.15 if width else 1e-6)
+    assert flat(encoder, width=width).fingerprint == flat(open_encoder(run), width=width).fingerprint
+    assert index_of(run, photos, vector="flat").vectors.shape == (36, 512)
+    with pytest.raises(UserError, match="encoder's output"):
+        open_index(encoder, open_source(photos), encoder_name="x", place="y", pooling="flat", layer=1)
+
+
 # ---- a pass that is killed
 
 KILLED = """
@@ -197,7 +216,7 @@ def test_embed_killed_halfway_ends_with_an_equal_file(run, photos, tmp_path, mon
     computed = []
     monkeypatch.setattr(feature_cache, "extract_batches", counted(feature_cache.extract_batches, computed))
     assert main([*words, str(tmp_path / "again.npz")]) == 0
-    assert sum(computed) == (36 if damage else 36 - 11)  # of twelve images, one was broken
+    assert sum(computed) == (36 if damage else 24)  # three batches of four were safe
     assert (tmp_path / "again.npz").read_bytes() == (tmp_path / "whole.npz").read_bytes()
     assert not unfinished.exists()
 
@@ -206,7 +225,9 @@ def test_embed_killed_halfway_ends_with_an_equal_file(run, photos, tmp_path, mon
 
 
 def test_neighbours_are_exact_and_never_the_query_itself(run, photos, capsys):
-    found = metrics_of(capsys, "search", run, photos, photos / "a" / "00.png", "-k", "5", "--scaling", "raw")
+    found = metrics_of(
+        capsys, "search", run, photos, photos / "a" / "00.png", "-k", "5", "--scaling", "raw", "--vector", "mean"
+    )
     assert [row["rank"] for row in found["rows"]] == [1, 2, 3, 4, 5]
     assert found["rows"][0]["image"] == "b/copy.png"
     assert found["rows"][0]["similarity"] == pytest.approx(1, abs=1e-5)
@@ -295,24 +316,32 @@ def test_a_row_hidden_among_its_equals_is_still_left_out():
     assert all(i not in row for i, row in enumerate(found.indices.tolist()))
 
 
-@pytest.mark.parametrize("width", [12, 48])
+@pytest.mark.parametrize("width", [6, 12, 48])
 def test_chance_gives_no_duplicates_and_planted_ones_are_found(width):
     """Ten collections without a duplicate: the limit was chosen for a tenth of an image in each."""
     alarms = 0
     for seed in range(10):
         units = units_of(400, width, seed=seed)
         near = exploring.all_neighbours(units)
-        limit = exploring.duplicate_threshold(near.similarities[:, 0].numpy())
-        alarms += len(exploring.duplicate_pairs(near, limit.similarity))
-        assert limit.expected_above(limit.similarity, 400) == pytest.approx(0.1, rel=1e-3)
+        alarms += len(exploring.duplicate_pairs(near, exploring.duplicate_limit(near)))
     assert alarms <= 3
-    noise = 0.02 * torch.randn(100, width, generator=torch.Generator().manual_seed(1))
-    copies = torch.nn.functional.normalize(units[:100] + noise, dim=1)  # a quarter of all
+    noise = 0.003 * torch.randn(100, width, generator=torch.Generator().manual_seed(1))
+    copies = torch.nn.functional.normalize(units[:100] + noise, dim=1)  # of a quarter of all
     near = exploring.all_neighbours(torch.cat([units, copies]))
-    limit = exploring.duplicate_threshold(near.similarities[:, 0].numpy())
-    pairs = {(i, j) for i, j, _ in exploring.duplicate_pairs(near, limit.similarity)}
+    pairs = {(i, j) for i, j, _ in exploring.duplicate_pairs(near, exploring.duplicate_limit(near))}
     assert {(i, 400 + i) for i in range(100)} <= pairs
     assert len(pairs) <= 103
+
+
+def test_a_crowd_is_no_duplicate_and_a_crowd_of_copies_is():
+    """Ten crowds, each a twentieth as wide as all: their members are alike, but no more than by chance."""
+    crowds = units_of(10, 12)[torch.arange(300) % 10] + 0.05 * units_of(300, 12, seed=1)
+    near = exploring.all_neighbours(torch.nn.functional.normalize(crowds, dim=1))
+    assert len(exploring.duplicate_pairs(near, exploring.duplicate_limit(near))) <= 1
+    copies = units_of(1, 12, seed=2).expand(40, -1) + 1e-5 * units_of(40, 12, seed=3)
+    near = exploring.all_neighbours(torch.nn.functional.normalize(torch.cat([units_of(300, 12), copies]), dim=1))
+    (group,) = exploring.groups_of(exploring.duplicate_pairs(near, exploring.duplicate_limit(near)), 340)
+    assert group == list(range(300, 340))
 
 
 def test_groups_join_what_is_linked():

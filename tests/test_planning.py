@@ -1,4 +1,4 @@
-"""plan against what is known and measured, doctor against faults really caused, slurm by submitit's local executor."""
+"""plan against what is known and measured, doctor against faults really caused."""
 
 from __future__ import annotations
 
@@ -238,69 +238,3 @@ def test_little_shared_memory_is_a_problem(monkeypatch) -> None:
     assert found["shared memory"].state == "problem"
     assert "--shm-size" in found["shared memory"].remedy
     assert found["disk here"].state == "problem"
-
-
-# ---- slurm
-
-
-TRAIN = ("train", "pocket_mae_digits", "--data.source", "digits:train", "--optim.batch-size", "64")
-TINY = ("--model.options", "dim=16", "depth=2", "num_heads=2", "--optim.epochs", "None", "--optim.samples", "512")
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_job_trains_like_the_command(tmp_path: Path, capsys) -> None:
-    pytest.importorskip("submitit", reason="jobs are submitit's")
-    out, jobs = tmp_path / "run", tmp_path / "jobs"
-    options = ("--cluster", "local", "--wait", "--folder", str(jobs), "--hours", "1", "--cpus-per-task", "1", "--json")
-    assert main(["slurm", *options, "--", *TRAIN, "--out", str(out), *TINY]) == 0
-    assert json.loads(capsys.readouterr().out)["metrics"]["state"] == "done"
-    assert (out / "results.json").exists()
-    assert main([*TRAIN, "--out", str(tmp_path / "plain"), *TINY]) == 0
-    ours, plain = ((folder / "model" / "model.safetensors").read_bytes() for folder in (out, tmp_path / "plain"))
-    assert ours == plain
-    assert main(["slurm", *options[:-1], "--", *TRAIN, "--out", str(tmp_path / "bad"), "--seed", "-1"]) == 2
-    assert "says why" in capsys.readouterr().err
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_job_about_to_end_saves_and_goes_on(tmp_path: Path) -> None:
-    """What submitit does before a job's time is over, done by hand: the training saves and ends, the next goes on."""
-    import threading
-    import time
-
-    pytest.importorskip("submitit", reason="jobs are submitit's")
-    from anechoic.runtime.slurm import Job
-
-    out = tmp_path / "run"
-    long = (*TRAIN, "--out", str(out), *TINY[:-1], "20480", "--save.every", "640")
-    job, codes = Job(long), []
-
-    def run_job() -> None:
-        try:
-            codes.append(job())
-        except RuntimeError as problem:
-            codes.append(str(problem))
-
-    thread = threading.Thread(target=run_job)
-    thread.start()
-    deadline = time.monotonic() + 120
-    while not list((out / "checkpoints").glob("[0-9]*")) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    again = job.checkpoint()
-    thread.join(60)
-    assert "143" in codes[0]
-    assert not (out / "results.json").exists()
-    assert again.function() == 0
-    assert json.loads((out / "results.json").read_text())["metrics"]["seen"] == 20480
-
-
-def test_mistakes_of_jobs_are_one_sentence(tmp_path: Path, capsys) -> None:
-    assert main(["slurm", "--", "models"]) == 2
-    assert "goes on where it stopped" in capsys.readouterr().err
-    assert main(["slurm", "--nodes", "2", "--", "sweep", "pocket_mae_digits"]) == 2
-    assert "one node" in capsys.readouterr().err
-    pytest.importorskip("submitit", reason="jobs are submitit's")
-    assert main(["slurm", "--cluster", "local", "--nodes", "2", "--", *TRAIN]) == 2
-    assert "one node" in capsys.readouterr().err
-    assert main(["slurm", "--folder", str(tmp_path / "jobs"), "--", *TRAIN]) == 2
-    assert "--cluster local" in capsys.readouterr().err

@@ -109,12 +109,10 @@ def test_kill_and_resume(tmp_path, straight, recipe, more):
     assert len(read_json(out / "env.json")["starts"]) == 2
 
 
-@pytest.mark.parametrize(
-    ("number", "more"), [(signal.SIGINT, PLAIN), (signal.SIGTERM, TWO)], ids=["ctrl-c", "sigterm, two processes"]
-)
-def test_signals_save_and_exit_cleanly(tmp_path, straight, number, more):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_signals_save_and_exit_cleanly(tmp_path, straight, number):
     """Ctrl-C reaches every process of the terminal's group, SIGTERM only the one that was started."""
-    command = command_for(more)
+    command = command_for(TWO)
     for attempt in range(5):
         out = tmp_path / f"run-{attempt}"
         process = start(command, out)
@@ -130,8 +128,8 @@ def test_signals_save_and_exit_cleanly(tmp_path, straight, number, more):
     else:
         pytest.fail("the run always ended before the signal")
     assert process.returncode == 128 + number, output
-    # Nobody waits for anybody then: a second on a quiet machine, where torch's own launcher took thirty.
-    assert ended - (checkpoint.checkpoints(out / "checkpoints")[-1] / "state.json").stat().st_mtime < 10
+    # Nobody waits for anybody then: half a second on a quiet machine, where torch's own launcher took thirty.
+    assert ended - (checkpoint.checkpoints(out / "checkpoints")[-1] / "state.json").stat().st_mtime < 3
     assert "the same command goes on" in output
     assert "Traceback" not in output
     wait_until(lambda: not any(map(alive, children)), "all processes are gone")
@@ -139,7 +137,7 @@ def test_signals_save_and_exit_cleanly(tmp_path, straight, number, more):
     saved = int(checkpoint.checkpoints(out / "checkpoints")[-1].name)
     done = run_to_the_end([*command, "--out", str(out)])
     assert f"going on after {saved:,} samples" in done.stderr
-    assert_equal_runs(straight(more), out)
+    assert_equal_runs(straight(TWO), out)
 
 
 def test_a_damaged_checkpoint_costs_an_interval_only(tmp_path, straight):

@@ -24,6 +24,8 @@ VERBS = {
     "knn": "evaluating",
     "probe": "evaluating",
     "analyze": "explaining",
+    "report": "reporting",
+    "serve": "reporting",
     "segment": "segmenting",
     "sample": "generating",
     "frechet": "generating",

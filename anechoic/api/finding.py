@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from anechoic.api.evaluating import Pooling, listed, outcome, refuse_swapped, skipped_text
+from anechoic.api.evaluating import listed, outcome, refuse_swapped, skipped_text
 from anechoic.errors import UserError
 from anechoic.outcome import Outcome
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Page = Annotated[Path | None, tyro.conf.arg(aliases=["-o"])]
 Count = Annotated[int, tyro.conf.arg(aliases=["-k"])]
+Vector = Literal["class", "mean", "all", "flat"]
 Scaling = Literal["raw", "centred", "standardised", "whitened"]
 # Outliers in the JSON; the page's list has every image.
 LISTED = 100
@@ -33,8 +34,8 @@ def search(
     k: Count = 12,
     output: Page = None,
     layer: int = -1,
-    pooling: Pooling | None = None,
-    scaling: Scaling | None = None,
+    vector: Vector = "flat",
+    scaling: Scaling = "standardised",
     engine: Literal["torch", "faiss"] = "torch",
     image_size: int | None = None,
     device: str = "auto",
@@ -54,15 +55,16 @@ def search(
         k: how many images to find for each query.
         output: a page with the pictures, which opens from disk.
         layer: 0 is the embedding, k the k-th block, -1 the encoder's output.
-        pooling: class token, mean of the patches, or mean of all tokens (default: what searched best, see the docs).
-        scaling: of the vectors before they are compared (default: what searched best, see the docs).
+        vector: all patches side by side (flat), the class token, the mean of the patches, or of all tokens; flat and
+            standardised searched best on held-out labels.
+        scaling: raw; centred to mean 0; standardised, each channel to deviation 1 too; or whitened, all directions.
         engine: torch, or faiss, which needs an extra package; both are exact.
         image_size: side of the images, if other than the model's own.
         device: cpu, cuda, mps; auto takes an accelerator if there is one.
         workers: processes that decode ahead.
     """
     started = time.perf_counter()
-    from anechoic.evals.index import Searchable, default_scaling
+    from anechoic.evals.index import Searchable
     from anechoic.evals.queries import query_vectors, resolve
     from anechoic.report.finding import search_page
     from anechoic.report.html import write_page
@@ -71,10 +73,9 @@ def search(
     if k < 1:
         raise UserError(f"-k counts the images to find, 1 or more, not {k}.")
     check_page(output)
-    encoder, index, pooling = opened(run, data, layer, pooling, image_size, device, workers)
-    scaling = scaling or default_scaling(len(index.ids), index.vectors.shape[1])
+    encoder, index = opened(run, data, vector, layer, image_size, device, workers)
     queries = resolve(query, index.source)
-    vectors = query_vectors(queries, index, encoder, layer=layer, pooling=pooling, device=device)
+    vectors = query_vectors(queries, index, encoder, vector=vector, layer=layer, device=device)
     searchable = Searchable.of(index.vectors, scaling)
     found = searchable.nearest(vectors, k=k + 1, engine=engine)
     rows = []
@@ -84,7 +85,7 @@ def search(
         for rank, (i, value) in enumerate(others, 1):
             where = {"index": i, "image": index.source.name(i), "similarity": value}
             rows.append({"number": number, "query": asked.name, "rank": rank, **where})
-    metrics: dict[str, Any] = {**about(encoder, index, pooling, scaling), "rows": rows}
+    metrics: dict[str, Any] = {**about(encoder, index, vector, scaling), "rows": rows}
     columns = ("query", "rank", "similarity", "image")
     text = text_table(columns, [[row[name] for name in columns] for row in rows]) + changes_text(metrics)
     if output is not None:
@@ -104,8 +105,8 @@ def explore(
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("explore.html"),
     clusters: int | None = None,
     layer: int = -1,
-    pooling: Pooling | None = None,
-    scaling: Scaling | None = None,
+    vector: Vector = "flat",
+    scaling: Scaling = "standardised",
     image_size: int | None = None,
     device: str = "auto",
     workers: int = 0,
@@ -121,8 +122,9 @@ def explore(
         output: the page to write; it opens from disk, and its lists can be saved as CSV.
         clusters: how many; by default the number with the best silhouette.
         layer: 0 is the embedding, k the k-th block, -1 the encoder's output.
-        pooling: class token, mean of the patches, or mean of all tokens (default: what searched best, see the docs).
-        scaling: of the vectors before they are compared (default: what searched best, see the docs).
+        vector: all patches side by side (flat), the class token, the mean of the patches, or of all tokens; flat and
+            standardised searched best on held-out labels.
+        scaling: raw; centred to mean 0; standardised, each channel to deviation 1 too; or whitened, all directions.
         image_size: side of the images, if other than the model's own.
         device: cpu, cuda, mps; auto takes an accelerator if there is one.
         workers: processes that decode ahead.
@@ -130,16 +132,15 @@ def explore(
     """
     started = time.perf_counter()
     from anechoic.evals.exploring import explored
-    from anechoic.evals.index import Searchable, default_scaling
+    from anechoic.evals.index import Searchable
     from anechoic.report.finding import explore_page
     from anechoic.report.html import write_page
 
     check_page(output)
-    encoder, index, pooling = opened(run, data, layer, pooling, image_size, device, workers)
-    scaling = scaling or default_scaling(len(index.ids), index.vectors.shape[1])
+    encoder, index = opened(run, data, vector, layer, image_size, device, workers)
     found = explored(Searchable.of(index.vectors, scaling).units, clusters=clusters, seed=seed)
     metrics: dict[str, Any] = {
-        **about(encoder, index, pooling, scaling),
+        **about(encoder, index, vector, scaling),
         **described(index, found),
         "page": str(output),
     }
@@ -153,20 +154,19 @@ def explore(
 
 
 def opened(
-    run: str, data: str, layer: int, pooling: Pooling | None, image_size: int | None, device: str, workers: int
-) -> tuple[Encoder, Index, Pooling]:
+    run: str, data: str, vector: Vector, layer: int, image_size: int | None, device: str, workers: int
+) -> tuple[Encoder, Index]:
     from anechoic.data import open_source
     from anechoic.evals.encoders import open_encoder
-    from anechoic.evals.index import default_pooling, open_index
+    from anechoic.evals.index import open_index
 
     if workers < 0:
         raise UserError(f"--workers counts processes, 0 or more, not {workers}.")
     refuse_swapped(run, data)
     encoder = open_encoder(run, image_size=image_size)
     source = open_source(data, channels=encoder.channels)
-    chosen = pooling or default_pooling(encoder)
-    how: dict[str, Any] = {"layer": layer, "pooling": chosen, "device": device, "workers": workers}
-    return encoder, open_index(encoder, source, encoder_name=run, place=data, **how), chosen
+    how: dict[str, Any] = {"pooling": vector, "layer": layer, "device": device, "workers": workers}
+    return encoder, open_index(encoder, source, encoder_name=run, place=data, **how)
 
 
 def check_page(output: Path | None) -> None:
@@ -174,10 +174,10 @@ def check_page(output: Path | None) -> None:
         raise UserError(f"The page is written as HTML, and {output.name!r} does not end in .html.")
 
 
-def about(encoder: Encoder, index: Index, pooling: str, scaling: str) -> dict[str, Any]:
+def about(encoder: Encoder, index: Index, vector: str, scaling: str) -> dict[str, Any]:
     return {
         "encoder": encoder.name,
-        "vector": f"{scaling} {VECTORS[pooling]}",
+        "vector": f"{scaling} {VECTORS[vector]}",
         "images": len(index.ids),
         "added": index.added,
         "removed": index.removed,
@@ -185,7 +185,12 @@ def about(encoder: Encoder, index: Index, pooling: str, scaling: str) -> dict[st
     }
 
 
-VECTORS = {"class": "class token", "mean": "mean of the patches", "all": "mean of all tokens"}
+VECTORS = {
+    "flat": "patches side by side",
+    "class": "class token",
+    "mean": "mean of the patches",
+    "all": "mean of all tokens",
+}
 
 
 def changes_text(metrics: dict[str, Any]) -> str:
@@ -210,15 +215,16 @@ def described(index: Index, found: Exploration) -> dict[str, Any]:
         return {"index": int(index.ids[row]), "image": names[row]}
 
     closest = {row: value for i, j, value in reversed(found.pairs) for row in (i, j)}
-    counts, edges = np.histogram(found.near.similarities[:, 0].numpy(), bins=40)
+    counts, edges = np.histogram(found.limit.ratio, bins=40)
     folders: list[Counter] = [Counter() for _ in found.clusters.examples]
     for name, label in zip(names, found.clusters.label.tolist(), strict=True):
         folders[label][folder_of(name)] += 1
     of_clusters = zip(found.clusters.sizes, folders, found.clusters.examples, strict=True)
     return {
         "folders": len({folder_of(name) for name in names}),
-        "threshold": {
-            "similarity": found.threshold.similarity,
+        "limit": {
+            "share": found.limit.share,
+            "dimension": found.limit.dimension,
             "false_alarms": FALSE_ALARMS,
             "histogram": [edges.tolist(), counts.tolist()],
         },
@@ -229,8 +235,8 @@ def described(index: Index, found: Exploration) -> dict[str, Any]:
         ],
         "outliers": [{**item(int(row)), "likeness": float(found.likeness[row])} for row in found.oddest[:LISTED]],
         "clusters": [
-            {"size": size, "folders": counter.most_common(3), "examples": [item(row) for row in examples]}
-            for size, counter, examples in of_clusters
+            {"size": size, "folders": list(map(list, most.most_common(3))), "examples": [item(row) for row in examples]}
+            for size, most, examples in of_clusters
         ],
     }
 
@@ -242,8 +248,8 @@ def explore_text(metrics: dict[str, Any]) -> str:
     lines = [
         f"{metrics['images']:,} images in {metrics['folders']:,} folders, by the {metrics['vector']} of "
         f"{metrics['encoder']}.",
-        f"Near-duplicates (similarity {metrics['threshold']['similarity']:.4f} or more): {len(groups)} groups, "
-        f"{sum(len(group['images']) for group in groups)} images"
+        f"Near-duplicates (closer than {metrics['limit']['share']:.2f} of the distance to other neighbours): "
+        f"{len(groups)} groups, {sum(len(group['images']) for group in groups)} images"
         + (f"; the closest are {', '.join(item['image'] for item in groups[0]['images'][:3])}." if groups else "."),
         f"Oddest: {', '.join(item['image'] for item in metrics['outliers'][:3])}.",
         text_table(

@@ -209,6 +209,8 @@ class Config(Section):
     """of weights, order, crops, masks and noise"""
     devices: Count | None = None
     """processes that share a batch (default: one per accelerator, else one)"""
+    fsdp: bool = False
+    """share weights, gradients and optimiser out over the processes (FSDP2) instead of keeping all of them in each"""
     threads: Count | None = None
     """threads per process (default: all cores for one process, one each for several)"""
     precision: Literal["float32", "bfloat16"] | None = None

@@ -304,15 +304,21 @@ def batches(
     ids: list[np.ndarray] | None = None,
     keep_pixels: bool = True,
     start: int = 0,
+    augment: Augment | None = None,
+    seed: int = 0,
 ) -> Iterator[Tensor]:
-    """Prepared images on the device, with the model there too; the ids of each batch are appended to `ids`."""
+    """Prepared images on the device, with the model there too; the ids of each batch are appended to `ids`.
+
+    augment: instead of the centre crop, drawn from the seed.
+    """
     where = pick_device(device)
     encoder.model.to(where)
     loader = Loader(
         source,
         image_size=encoder.image_size,
         batch_size=encoder.batch_size_on(where.type),
-        augment=Augment(kind="centre"),
+        augment=augment or Augment(kind="centre"),
+        seed=seed,
         workers=workers,
         build_cache=keep_pixels,
         start=start,

@@ -10,9 +10,9 @@ import logging
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from anechoic.data import Source, Subset, cache_dir
 from anechoic.data.cache import locked
 from anechoic.data.source import digest
 from anechoic.errors import NotFiniteError, UserError
-from anechoic.evals.encoders import Encoder
+from anechoic.evals.encoders import Encoder, flat
 from anechoic.evals.feature_cache import features_of, file_crc
 from anechoic.evals.features import Pooling, choose_layers
 from anechoic.evals.knn import Neighbours, nearest_units
@@ -31,10 +31,12 @@ from anechoic.runtime.files import read_json, sealed, sweep_leftovers, unsealed,
 
 log = logging.getLogger("anechoic")
 
+# The vector an index is made of: pooled tokens, or all patches side by side (flat), summed into this many channels.
+Vector = Literal["class", "mean", "all", "flat"]
+FLAT_WIDTH = 512
 # What searched best on held-out labels (results/search-vectors.json, docs/finding.md).
-POOLING: Pooling = "mean"
-SCALING: Scaling = "whitened"
-# Fewer vectors per channel than this do not tell their variances well enough to divide by them.
+VECTOR: Vector = "flat"
+SCALING: Scaling = "standardised"
 ROWS_PER_CHANNEL = 2
 
 VECTORS, KEYS, CARD = "vectors.npy", "keys.npy", "index.json"
@@ -62,16 +64,17 @@ def open_index(
     *,
     encoder_name: str,
     place: str,
+    pooling: Vector = VECTOR,
     layer: int = -1,
-    pooling: Pooling,
     device: str = "auto",
     workers: int = 0,
 ) -> Index:
     """Read, extend or build the index of this place (a path or the name of a source) by this encoder."""
-    (number,) = choose_layers((layer,), count=len(encoder.widths))
-    what = digest("index", absolute(encoder_name), absolute(place), number, pooling, source.channels)
+    what = digest("index", absolute(encoder_name), absolute(place), layer, pooling, source.channels)
+    encoder, pooled = encoder_for(encoder, pooling, layer)
+    (number,) = choose_layers((-1 if pooling == "flat" else layer,), count=len(encoder.widths))
     folder = cache_dir() / "index" / what
-    how: dict[str, Any] = {"layers": (number,), "poolings": (pooling,), "device": device, "workers": workers}
+    how: dict[str, Any] = {"layers": (number,), "poolings": (pooled,), "device": device, "workers": workers}
     keys = identities(source)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -85,6 +88,17 @@ def open_index(
         log.warning("The index cannot be kept in %s (%s); it lives for this command.", folder, error.strerror or error)
         found = features_of(encoder, source, cached=False, keep_pixels=False, **how)
         return Index(source, next(iter(found.sets.values())), found.ids, found.skipped, added=len(found.ids))
+
+
+def encoder_for(encoder: Encoder, vector: Vector, layer: int) -> tuple[Encoder, Pooling]:
+    """The encoder and the pooling of it that give this vector."""
+    if vector != "flat":
+        return encoder, vector
+    if layer not in (-1, len(encoder.widths) - 1):
+        raise UserError(
+            "All patches side by side are taken of the encoder's output: leave --layer out, or --vector flat."
+        )
+    return replace(flat(encoder, width=FLAT_WIDTH), name=encoder.name), "mean"
 
 
 def absolute(place: str) -> str:
@@ -203,12 +217,13 @@ def merge(path: Path, ids: np.ndarray, parts: Sequence[Part]) -> None:
 
 
 def default_pooling(encoder: Encoder) -> Pooling:
-    return POOLING if POOLING in encoder.poolings else encoder.poolings[0]
+    """For whoever compares pooled vectors: the mean of the patches."""
+    return "mean" if "mean" in encoder.poolings else encoder.poolings[0]
 
 
 def default_scaling(count: int, width: int) -> Scaling:
-    """For a collection of so many vectors of this width."""
-    return SCALING if count >= ROWS_PER_CHANNEL * width else "centred"
+    """For pooled vectors: whitened, if there are enough of them to tell the variance of every direction."""
+    return "whitened" if count >= ROWS_PER_CHANNEL * width else "centred"
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,15 @@ from anechoic.data.files import Files
 from anechoic.errors import UserError, nearest_name
 from anechoic.evals.encoders import Encoder
 from anechoic.evals.feature_cache import features_of
-from anechoic.evals.features import Pooling
-from anechoic.evals.index import Index
+from anechoic.evals.index import Index, Vector, encoder_for
 
 
 class Query(NamedTuple):
-    """An image `index` of a source; own: its number in the collection, where it is part of it."""
+    """The image `number` of a source; own: its number in the collection, where it is part of it."""
 
     name: str
     source: Source
-    index: int
+    number: int
     own: int | None = None
 
 
@@ -67,16 +66,18 @@ def by_name(word: str, names: dict[str, int]) -> int:
 
 
 def query_vectors(
-    queries: Sequence[Query], index: Index, encoder: Encoder, *, layer: int, pooling: Pooling, device: str
+    queries: Sequence[Query], index: Index, encoder: Encoder, *, vector: Vector, layer: int, device: str
 ) -> np.ndarray:
     """(Q, D): from the index where it has them, computed otherwise."""
+    encoder, pooling = encoder_for(encoder, vector, layer)
+    layer = -1 if vector == "flat" else layer
     rows = {int(i): row for row, i in enumerate(index.ids)}
     found = np.empty((len(queries), index.vectors.shape[1]), np.float32)
     for number, query in enumerate(queries):
         if query.own is not None and query.own in rows:
             found[number] = index.vectors[rows[query.own]]
             continue
-        one = Subset(query.source, [query.index])
+        one = Subset(query.source, [query.number])
         try:
             made = features_of(encoder, one, layers=(layer,), poolings=(pooling,), device=device, cached=False)
         except UserError as error:

@@ -223,4 +223,6 @@ def check_marks(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
 
 
 def _span(factors: Tensor) -> str:
+    if factors.is_meta:
+        return f"of their own over {len(factors)} branches"
     return f"{float(factors[0]):.4g} to {float(factors[-1]):.4g} over {len(factors)} branches"

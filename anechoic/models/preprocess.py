@@ -91,7 +91,8 @@ class Preprocess:
 
     def cut(self, pixels: Tensor) -> Tensor:
         """uint8 (C, H, W) -> (C, image_size, image_size): the shorter side resized, then the middle."""
-        return middle(pixels, self.image_size, shorter=evaluation_side(*pixels.shape[1:], self.image_size))
+        height, width = pixels.shape[1:]
+        return middle(pixels, self.image_size, shorter=evaluation_side(height, width, self.image_size))
 
     def __str__(self) -> str:
         mean, std = (", ".join(f"{value:.4g}" for value in values) for values in (self.mean, self.std))

@@ -2,14 +2,15 @@
 
 A checkpoint is a directory of safetensors files (model, optimizer, and ema if the run averages weights), `config.json`
 (which network this is and how its images are prepared) and `state.json` (progress, the checksum of every file, and its
-own). It knows no training loop. Nothing here can run code when it is read.
+own). Of a run whose weights are shared out over processes the tensors are in parts instead (parts.py). It knows no
+training loop. Nothing here can run code when it is read.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from anechoic.runtime.files import (
     write_aside,
     write_json,
 )
+from anechoic.runtime.sharding import placed
 from anechoic.runtime.untrusted import read_table, reason
 
 log = logging.getLogger("anechoic")
@@ -48,6 +50,15 @@ class DamagedError(Exception):
 # ---- writing
 
 
+def path_of(folder: Path, seen: int) -> Path:
+    return folder / f"{seen:012d}"
+
+
+def in_parts(path: Path) -> bool:
+    """Whether a checkpoint was written by several processes, each what it held."""
+    return any(path.glob("shard-*.safetensors"))
+
+
 def model_card(model: Network, preprocess: Preprocess) -> dict[str, Any]:
     """What `config.json` says beside the weights."""
     config = to_json(model.config)
@@ -58,18 +69,23 @@ def save(
     folder: Path, *, seen: int, tensors: Mapping[str, Mapping[str, Tensor]], card: Mapping[str, Any], state: Mapping
 ) -> Path:
     """Write the checkpoint `folder/SEEN`. tensors: file name without suffix -> its tensors. OSError if it fails."""
-    final = folder / f"{seen:012d}"
+    final = path_of(folder, seen)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with write_aside(final, folder=True) as temporary:
             for name, values in tensors.items():
                 write_tensors(temporary / f"{name}.safetensors", values)
-            write_json(temporary / "config.json", card)
-            checksums = {file.name: checksum(file) for file in sorted(temporary.iterdir())}
-            write_json(temporary / "state.json", sealed({"seen": seen, **state, "checksums": checksums}))
+            seal(temporary, seen=seen, card=card, state=state)
     except SafetensorError as problem:
         raise OSError(str(problem)) from problem
     return final
+
+
+def seal(folder: Path, *, seen: int, card: Mapping[str, Any], state: Mapping) -> None:
+    """Add config.json, and state.json with the checksum of every file, to the tensors of a checkpoint."""
+    write_json(folder / "config.json", card)
+    checksums = {file.name: checksum(file) for file in sorted(folder.iterdir())}
+    write_json(folder / "state.json", sealed({"seen": seen, **state, "checksums": checksums}))
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -140,6 +156,11 @@ def latest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def read_tensors(path: Path, name: str) -> dict[str, Tensor]:
+    """Of model, optimizer or ema, whole."""
+    if in_parts(path):
+        from anechoic.runtime.parts import read_whole
+
+        return read_whole(path, name)
     file = path / f"{name}.safetensors"
     if not file.is_file():
         raise FileNotFoundError(f"{file.name} is missing")
@@ -160,15 +181,31 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    parameters = {
+    parameters = _parameters(optimizer)
+    for full_name, value in tensors.items():
+        name, key = full_name.rsplit("/", 1)
+        # The step count, one number, stays where a fused optimiser wants it: with its parameter.
+        value = value.reshape(()) if key == "step" else value
+        optimizer.state[parameters[name]][key] = placed(value, parameters[name])
+
+
+def prepare_optimizer(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
+    """Give it zeros under these names, to be filled by whoever reads a checkpoint in parts."""
+    parameters = _parameters(optimizer)
+    for full_name in names:
+        name, key = full_name.rsplit("/", 1)
+        like = parameters[name].detach()
+        optimizer.state[parameters[name]][key] = (
+            torch.zeros((), device=like.device) if key == "step" else torch.zeros_like(like)
+        )
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return {
         name: parameter
         for group in optimizer.param_groups
         for name, parameter in zip(group["names"], group["params"], strict=True)
     }
-    for full_name, value in tensors.items():
-        name, key = full_name.rsplit("/", 1)
-        # The step count stays where a fused optimiser wants it: with its parameter.
-        optimizer.state[parameters[name]][key] = value.to(parameters[name].device)
 
 
 # ---- models
@@ -194,9 +231,9 @@ def write_model(path: Path, tensors: Mapping[str, Tensor], card: Mapping[str, An
 
 def _weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The weights to use and the card of a model directory or checkpoint."""
-    name = "ema" if (path / "ema.safetensors").exists() else "model"
     card = read_table(path / "config.json")
     try:
+        name = "ema" if _has_averages(path) else "model"
         expected = card.pop(WEIGHTS_CHECKSUM, None)
         if expected is not None and checksum(path / f"{name}.safetensors") != expected:
             raise UserError(
@@ -208,12 +245,20 @@ def _weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise UserError(f"{path} holds no readable weights ({reason(problem)}).") from problem
 
 
+def _has_averages(path: Path) -> bool:
+    if in_parts(path):
+        from anechoic.runtime.parts import sizes
+
+        return any(name.startswith("ema/") for name in sizes(path))
+    return (path / "ema.safetensors").exists()
+
+
 def model_directory(path: str | Path) -> Path:
     """Where the weights are: the directory itself, a finished run's `model`, or a run's newest good checkpoint."""
     path = Path(path)
     if not path.is_dir():
         raise UserError(f"There is no run or model directory {path}{hint(path)}")
-    if (path / "model.safetensors").exists():
+    if (path / "model.safetensors").exists() or in_parts(path):
         return path
     # A run that goes on after its weights were exported has newer ones.
     finished = (path / "results.json").exists() or not checkpoints(path / "checkpoints")

@@ -19,7 +19,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any, NoReturn, TypeVar
@@ -220,9 +220,12 @@ def _worker(
 
 @contextmanager
 def join() -> Iterator[World]:
-    """Find this process's rank; while open, the processes can talk to each other."""
+    """Find this process's rank; while open, the processes can talk to each other. Inside another it is that one."""
     if not under_launcher():
         yield World(0, 1, own_device(0))
+        return
+    if dist.is_initialized():
+        yield World(dist.get_rank(), dist.get_world_size(), own_device(int(os.environ.get("LOCAL_RANK", 0))))
         return
     if not multiprocessing.parent_process():  # torchrun started it; our own launcher has told it whose child it is
         end_with(os.getppid())
@@ -371,15 +374,14 @@ def shared_memory(world: World, size: int) -> Tensor | None:
     None, with a warning, if there is no room: containers often have 64 MB, and touching more would end the process.
     """
 
+    holding = ExitStack()
+
     def create() -> str | None:
-        name = ""
         try:
-            handle, name = tempfile.mkstemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None, prefix="anechoic-")
-            with os.fdopen(handle, "wb") as file:
-                reserve(file.fileno(), 4 * world.size * size)
+            handle, name = holding.enter_context(nameless_file())
+            reserve(handle, 4 * world.size * size)
         except OSError as problem:
-            if name:
-                os.unlink(name)
+            holding.close()
             log.warning(
                 "Shared memory has no room for the gradients, %d MB (%s): they are averaged over the local network, "
                 "which is slower. A larger /dev/shm helps (docker run --shm-size).",
@@ -389,16 +391,33 @@ def shared_memory(world: World, size: int) -> Tensor | None:
             return None
         return name
 
-    name = from_first(world, create)
-    if name is None:
-        return None
-    try:
+    with holding:
+        name = from_first(world, create)
+        if name is None:
+            return None
         memory = torch.from_file(name, shared=True, size=world.size * size)
         dist.barrier()
-    finally:
-        if world.is_first:
-            os.unlink(name)
     return memory
+
+
+@contextmanager
+def nameless_file() -> Iterator[tuple[int, str]]:
+    """A file in shared memory: its descriptor, and a path by which other processes reach it while this is open.
+
+    Where the system can it has no name of its own, so that a process killed in between leaves nothing behind.
+    """
+    folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    if folder is not None and hasattr(os, "O_TMPFILE"):
+        handle = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+        name = f"/proc/{os.getpid()}/fd/{handle}"
+    else:
+        handle, name = tempfile.mkstemp(dir=folder, prefix="anechoic-")
+    try:
+        yield handle, name
+    finally:
+        os.close(handle)
+        if not name.startswith("/proc/"):
+            os.unlink(name)
 
 
 def shared_room() -> float:

@@ -5,10 +5,12 @@ The command runs in a process of its own, so that a warning from Slurm reaches i
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +19,10 @@ from typing import Any, Literal
 from anechoic.errors import UserError
 
 Cluster = Literal["slurm", "local"]
-# Seconds a training gets to save when its job is about to end.
-PATIENCE = 600
+# Seconds a training gets to save when its job is about to end; Slurm is asked to warn that long before.
+PATIENCE = 300
+# How often a job may run out of its time and be put in line again: as often as it takes.
+TIMEOUTS = 10_000
 
 
 @dataclass
@@ -41,18 +45,34 @@ class Job:
             environment = dict(os.environ)
             environment.setdefault("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", str(self.tasks)))
         self.process = subprocess.Popen([sys.executable, "-m", "anechoic", *self.command], env=environment)
-        code = self.process.wait()
+        code = self.wait() or 0
+        if code == 128 + signal.SIGTERM:
+            raise SystemExit(code)  # the first task's training was asked to save, and all of them did: no failure
         if code:
             raise RuntimeError(f"anechoic {' '.join(self.command)} ended with exit code {code}; its output says why.")
         return code
+
+    def wait(self, deadline: float = math.inf) -> int | None:
+        """Its exit code, negative for a signal; None once the deadline has passed.
+
+        The system is asked, not Popen: a signal handler that interrupts this calls it too, and would wait for ever for
+        Popen's lock, which the interrupted call holds.
+        """
+        assert self.process is not None
+        while time.monotonic() < deadline:
+            ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is not None:
+                return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            time.sleep(0.1)
+        return None
 
     def checkpoint(self) -> Any:
         """What submitit calls before the job is stopped: the training saves, and the job is put in line again."""
         import submitit
 
-        if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            self.process.wait(timeout=PATIENCE)
+        if self.process is not None and self.wait(time.monotonic() + 0.01) is None:
+            os.kill(self.process.pid, signal.SIGTERM)
+            self.wait(time.monotonic() + PATIENCE)
         return submitit.helpers.DelayedSubmission(Job(self.command, self.tasks))
 
 
@@ -79,7 +99,7 @@ def submit(
     if cluster == "local" and nodes > 1:
         raise UserError("--cluster local tries a job out on this machine, which is one node.")
     try:
-        executor = submitit.AutoExecutor(folder=folder, cluster=cluster)
+        executor = submitit.AutoExecutor(folder=folder, cluster=cluster, **{f"{cluster}_max_num_timeout": TIMEOUTS})
     except RuntimeError as error:
         raise UserError(f"There is no Slurm here ({error}); try the job out with --cluster local.") from error
     settings: dict[str, Any] = {
@@ -95,5 +115,7 @@ def submit(
         settings["mem_gb"] = memory_gb
     if partition and cluster == "slurm":
         settings["slurm_partition"] = partition
+    if cluster == "slurm":
+        settings["slurm_signal_delay_s"] = min(PATIENCE, 15 * settings["timeout_min"])
     executor.update_parameters(**settings)
     return executor.submit(Job(tuple(command), nodes * tasks_per_node))

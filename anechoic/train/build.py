@@ -68,10 +68,16 @@ def check(config: Config) -> None:
             "A compiled network has its alphas built in, so they cannot be annealed: set shortcut.anneal to 0 or "
             "compile to false."
         )
+    if config.fsdp and config.compile:
+        raise UserError("A compiled network is not shared out over processes: set fsdp or compile to false.")
+    if config.fsdp and config.shortcut.form == "learnable":
+        raise UserError("A learnable alpha is a single number, which cannot be shared out: set fsdp to false.")
+    if config.fsdp and config.model.name.startswith("resnet"):
+        raise UserError("Only transformers are shared out over processes, block by block: set fsdp to false.")
 
 
-def describe(config: Config, model: nn.Module, run_dir: Path, *, seen: int) -> str:
-    """The frozen config, a line per section, and what it comes to."""
+def describe(config: Config, model: nn.Module, run_dir: Path, *, seen: int, brief: bool = False) -> str:
+    """What the run comes to in one line and, unless brief, the frozen config, a line per section."""
     sections = {name: value for name, value in to_json(config).items() if isinstance(value, dict)}
     lines = [
         f"  {name}: " + ", ".join(f"{key} {value}" for key, value in section.items())
@@ -82,9 +88,8 @@ def describe(config: Config, model: nn.Module, run_dir: Path, *, seen: int) -> s
     weights = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     left = (config.optim.samples - seen) // config.optim.batch_size
     start = f"going on after {seen:,} samples" if seen else "starting"
-    return "\n".join(
-        [f"{run_dir}: {start}, {weights:,} weights, {left:,} updates to go", *lines, "  " + ", ".join(rest)]
-    )
+    summary = f"{run_dir}: {start}, {weights:,} weights, {left:,} updates to go"
+    return summary if brief else "\n".join([summary, *lines, "  " + ", ".join(rest)])
 
 
 def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:

@@ -47,9 +47,11 @@ from anechoic.runtime.distributed import (
 )
 from anechoic.runtime.progress import Progress
 from anechoic.runtime.run import Run, read_frozen_config, read_metrics
+from anechoic.runtime.sharding import shard
 from anechoic.runtime.signals import InterruptedRun, Stop, catch_signals
 from anechoic.shortcut import Annealing
 from anechoic.train.build import check, describe, make_model, make_optimizer, open_data, preprocess_of
+from anechoic.train.keeping import Keeper, Mirror, is_sharded
 from anechoic.train.monitor import Samples, make_monitor
 from anechoic.train.objectives import Objective, make_objective
 from anechoic.train.optim import AveragedWeights, gradient_norm, learning_rate, set_learning_rate
@@ -67,16 +69,16 @@ class DivergedError(UserError):
 # ---- the loop
 
 
-def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[str, Any]:
+def fit(config: Config, run_dir: str | Path, *, verbose: bool = False, brief: bool = False) -> dict[str, Any]:
     """Train what the config says in run_dir, or go on with it, and return the content of its results.json.
 
     A finished run returns its results at once. After SIGTERM or Ctrl-C it saves, then raises InterruptedRun. verbose
-    shows the frozen config and the progress on the standard error stream.
+    shows the frozen config (brief: one line of it) and the progress on the standard error stream.
     """
     run_dir = Path(run_dir)
     devices = number_of_processes(config, run_dir)
     if devices > 1 and not under_launcher():
-        return launch(partial(fit, verbose=verbose), config, run_dir, devices=devices)
+        return launch(partial(fit, verbose=verbose, brief=brief), config, run_dir, devices=devices)
 
     with ExitStack() as stack:
         stack.enter_context(naming_killed_workers())
@@ -101,12 +103,22 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
 
         # Build the model, its objective, and what moves its weights. Initial weights depend on the seed alone.
         torch.manual_seed(config.seed)
-        model = make_model(config).to(world.device)
+        model = make_model(config)
         if config.init_from:
             checkpoint.start_from(model, config.init_from)
         choose_path(model, unfused=config.unfused, recompute=config.recompute)
         preprocess = preprocess_of(config)
         objective = make_objective(config.objective.name, preprocess=preprocess, **config.objective.options)
+        card = checkpoint.model_card(model, preprocess)
+
+        # One forward of the model and its objective is what processes average the gradient of.
+        dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
+        task = Task(model, objective, seed=config.seed, compiled=config.compile)
+        sharded = is_sharded(config, world)
+        trained = shard(world, task, dtype=dtype) if sharded else parallel(world, task.to(world.device))
+        autocast = torch.autocast(world.device.type, dtype=dtype) if dtype == torch.bfloat16 else nullcontext()
+
+        # What moves its weights, and what is kept of them.
         optimizer = make_optimizer(model, optim)
         lr_at = partial(
             learning_rate,
@@ -116,23 +128,31 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
             schedule=optim.schedule,
             min_lr=optim.min_lr,
         )
-        anneal = Annealing.of(model, share=config.shortcut.anneal) if config.shortcut.anneal else None
         average = AveragedWeights(model, decay=optim.ema) if optim.ema else None
-        card = checkpoint.model_card(model, preprocess)
+        keeper = Keeper(
+            world,
+            run,
+            config,
+            folder=run_dir / "checkpoints",
+            model=model,
+            optimizer=optimizer,
+            average=average,
+            card=card,
+            stack=stack,
+        )
+        mirror = Mirror(world, config, model)
+        anneal = Annealing.of(model, mirror.copy, share=config.shortcut.anneal) if config.shortcut.anneal else None
 
         # Resume: the newest good checkpoint, and the metrics up to it.
         seen, sums = 0, {"count": 0.0}
         found = from_first(world, lambda: checkpoint.latest(run_dir / "checkpoints"))
         if found is not None:
             path, state = found
-            model.load_state_dict(checkpoint.read_tensors(path, "model"))
-            checkpoint.restore_optimizer(optimizer, checkpoint.read_tensors(path, "optimizer"))
-            if average is not None:
-                average.load(checkpoint.read_tensors(path, "ema"))
+            keeper.restore(path)
             seen, sums = state["seen"], state["sums"]
         from_first(world, lambda: start(run, config, found))
         if run is not None and verbose:
-            print(describe(config, model, run_dir, seen=seen), file=sys.stderr, flush=True)
+            print(describe(config, model, run_dir, seen=seen, brief=brief), file=sys.stderr, flush=True)
         resumed = found is not None
 
         # Data: what is trained on, in an order that is a function of (seed, seen); what is only looked at.
@@ -155,12 +175,6 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
         if run is not None and data.holdout:
             monitor = make_monitor(config, objective, source, train_indices, held_out_indices, preprocess=preprocess)
 
-        # One forward of the model and its objective is what processes average the gradient of.
-        task = Task(model, objective, seed=config.seed, compiled=config.compile)
-        trained = parallel(world, task)
-        autocast = (
-            torch.autocast(world.device.type, dtype=torch.bfloat16) if config.precision == "bfloat16" else nullcontext()
-        )
         progress = stack.enter_context(
             Progress(
                 samples=optim.samples,
@@ -181,9 +195,9 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
                 anneal.set(seen / optim.samples)
 
             # What is due at this point was done before if a checkpoint of this point was loaded.
-            if not resumed and run is not None:
+            if not resumed:
                 # Report the means since the last report.
-                if sums["count"] and (due(seen, config.monitor.report, optim.batch_size) or done):
+                if run is not None and sums["count"] and (due(seen, config.monitor.report, optim.batch_size) or done):
                     count, now = sums.pop("count"), time.perf_counter()
                     record = {"kind": "train", "seen": seen, **{name: value / count for name, value in sums.items()}}
                     record["lr"] = lr_at(seen)
@@ -194,25 +208,20 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
                     sums, clock, clock_seen = {"count": 0.0}, now, seen
 
                 # Evaluate on held-out samples.
-                if monitor is not None and (due(seen, config.monitor.every, optim.batch_size) or done):
-                    record = {"kind": "validation", "seen": seen, **monitor.measure(model)}
-                    run.append(record)
-                    progress.record(record)
+                if data.holdout and (due(seen, config.monitor.every, optim.batch_size) or done):
+                    measured = mirror.refresh()
+                    if run is not None and monitor is not None:
+                        record = {"kind": "validation", "seen": seen, **monitor.measure(measured)}
+                        run.append(record)
+                        progress.record(record)
 
                 # Save; a disk that refuses does not end the run.
                 if seen and (due(seen, config.save.every, optim.batch_size) or done or stop.agreed):
-                    tensors = {"model": model.state_dict(), "optimizer": checkpoint.optimizer_tensors(optimizer)}
-                    if average is not None:
-                        tensors["ema"] = average.tensors
-                    run.list_skipped(loader.skipped)
-                    saved = save(
-                        run,
-                        config,
-                        seen=seen,
-                        tensors=tensors,
-                        card=card,
-                        state={"sums": sums, "metrics": run.metrics_digest},
-                    )
+                    kept: dict[str, Any] = {"sums": dict(sums)}
+                    if run is not None:
+                        run.list_skipped(loader.skipped)
+                        kept["metrics"] = run.metrics_digest
+                    saved = keeper.save(seen=seen, state=kept, last=bool(done or stop.agreed))
                     if done and not saved:
                         raise UserError(
                             f"The trained weights could not be saved in {run_dir}: make room there and give the same "
@@ -378,21 +387,6 @@ def due(seen: int, every: int | None, batch_size: int) -> bool:
     """Whether the last update passed a multiple of `every` samples."""
     assert every is not None, "the config is resolved before training"
     return seen % every < batch_size
-
-
-def save(run: Run, config: Config, *, seen: int, tensors: dict, card: dict, state: dict) -> bool:
-    """Write a checkpoint and delete old ones; False, with a warning, if the disk is full or does not allow it."""
-    try:
-        run.flush()
-        checkpoint.save(run.checkpoints, seen=seen, tensors=tensors, card=card, state=state)
-        keep = config.save
-        checkpoint.prune(run.checkpoints, keep_last=keep.keep_last, keep_every=keep.keep_every, spacing=keep.every or 1)
-    except OSError as problem:
-        log.warning(
-            "The checkpoint at %d samples could not be saved (%s); the run goes on and will try again.", seen, problem
-        )
-        return False
-    return True
 
 
 def split(batch: Any, parts: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None]]:

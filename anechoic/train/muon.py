@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anechoic.runtime.sharding import local, placed, whole
+
 # The quintic a x + b x^3 + c x^5, five times, brings singular values from 0.01 .. 1 to about 0.7 .. 1.2.
 QUINTIC = (3.4445, -4.7750, 2.0315)
 STEPS = 5
@@ -66,6 +68,7 @@ class Muon(torch.optim.Optimizer):
 
     m <- momentum m + (1 - momentum) g;  n = (1 - momentum) g + momentum m;  w <- (1 - lr weight_decay) w - lr 0.2
     sqrt(max(rows, columns)) orthogonalise(n). Matrices of one shape are orthogonalised together, whatever their groups.
+    Where processes hold some rows each, n is gathered, since only a whole matrix can be made orthogonal.
     """
 
     def __init__(
@@ -117,9 +120,9 @@ class Muon(torch.optim.Optimizer):
             if not state:
                 state["momentum"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             average = state["momentum"].lerp_(gradient, 1 - group["momentum"])
-            blends.append(torch.lerp(gradient, average, group["momentum"]))
+            blends.append(whole(torch.lerp(gradient, average, group["momentum"])))
         updates = orthogonalise(torch.stack(blends))
         size = UPDATE_SCALE * max(updates.shape[1:]) ** 0.5
         for (parameter, group), update in zip(members, updates, strict=True):
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            parameter.add_(update, alpha=-group["lr"] * size)
+            local(parameter).add_(local(placed(update, parameter)), alpha=-group["lr"] * size)

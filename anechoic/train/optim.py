@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from anechoic.errors import UserError
+from anechoic.runtime.sharding import local, placed, whole
 
 Algorithm = Literal["adamw", "muon"]
 Decayed = Literal["matrices", "all"]
@@ -119,7 +120,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def gradient_norm(parameters: Iterable[Tensor], *, clip: float) -> Tensor:
     """The L2 norm of all gradients together, before they are scaled down to norm `clip` (0: they are left alone)."""
     parameters = list(parameters)
-    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    norm = whole(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
     if clip > 0:
         nn.utils.clip_grads_with_norm_(parameters, clip, norm)
     return norm
@@ -138,12 +139,12 @@ class AveragedWeights:
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
         parameters = dict(model.named_parameters())
-        mine = [self.tensors[name] for name in parameters]
-        torch._foreach_lerp_(mine, list(parameters.values()), 1 - self.decay)
+        mine = [local(self.tensors[name]) for name in parameters]
+        torch._foreach_lerp_(mine, [local(parameter) for parameter in parameters.values()], 1 - self.decay)
         for name, value in model.state_dict().items():
             if name not in parameters:
                 self.tensors[name].copy_(value)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         for name, value in self.tensors.items():
-            value.copy_(tensors[name])
+            value.copy_(placed(tensors[name], value))
