@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Where it is set, every process that the tests start would compile all it imports once more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install test quick lint demo fuzz crash-test clean
+.PHONY: install test quick lint demo docs fuzz crash-test clean
 
 install: $(VENV)/everything
 
@@ -29,7 +29,16 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint
+# Pages are tested in a real browser. Where it may, as root on Debian, `make test` installs one; elsewhere those tests skip.
+.PHONY: browser
+browser:
+	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  export DEBIAN_FRONTEND=noninteractive; get="apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core"; \
+	  $$get >/dev/null 2>&1 || { apt-get update -qq && $$get; } >/dev/null 2>&1 || echo "chromium could not be installed"; \
+	fi
+
+test: lint browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # Lint, types and the tests that need neither a training nor a process of their own.
@@ -52,5 +61,9 @@ crash-test: install
 demo: $(VENV)/core
 	$(BIN)/anechoic demo
 
+# The site, which opens from disk: site/index.html.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache

@@ -22,12 +22,12 @@ _HOME = {
     "decay": "surgery",
     "fold": "surgery",
     "build_model": "models",
-    "load": "runtime.checkpoint",
+    "load": "evals.embedding",
     "effective_rank": "evals.analysis",
     "UserError": "errors",
 }
 # Rooms of the package that share their name with a verb: `anechoic.train` is both, so the room can be called.
-_ROOMS = ("models", "recipes", "train")
+_ROOMS = ("models", "recipes", "report", "serve", "train")
 
 
 def __getattr__(name: str) -> Any:

@@ -5,15 +5,24 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import tyro
+from tqdm.auto import tqdm
 
 from anechoic import __version__
 from anechoic.api import VERBS, verb
+from anechoic.api.arguments import alternatives
+from anechoic.config import settings
 from anechoic.errors import UserError, nearest_name
+from anechoic.recipes import recipe, table
 from anechoic.runtime.children import end_with_whoever_started_me
 from anechoic.runtime.signals import InterruptedRun, leave
 
@@ -49,13 +58,38 @@ def with_json_flag(function: Callable) -> Callable:
     def run(*args: object, json: bool, **kwargs: object) -> None:
         show(function(*args, **kwargs), as_json=json)
 
-    hints = inspect.get_annotations(function, eval_str=True)
-    plain = inspect.signature(function, eval_str=True)
+    signature = inspect.signature(function, eval_str=True)
+    plain = signature.replace(parameters=[p.replace(annotation=in_help(p)) for p in signature.parameters.values()])
     flag = inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool)
     run.__signature__ = plain.replace(parameters=[*plain.parameters.values(), flag], return_annotation=None)  # type: ignore[attr-defined]
+    hints = {p.name: p.annotation for p in plain.parameters.values()}
     run.__annotations__ = {**hints, "json": bool, "return": None}
     del run.__wrapped__
     return run
+
+
+def in_help(parameter: inspect.Parameter) -> Any:
+    """The annotation with what the help shows: arguments by their names; what may be left out says so, instead of
+    `{None}|STR (default: None)`."""
+    hint, default = parameter.annotation, parameter.default
+    if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+        word = parameter.name.upper() + (" ..." if get_origin(alternatives(hint)[0]) is tuple else "")
+        needed = default is inspect.Parameter.empty
+        told = tyro.conf.arg(metavar=word, help_behavior_hint="(required)" if needed else "(optional)")
+        return Annotated[hint, told] if alternatives(hint)[0] in (str, Path) or "..." in word else hint
+    choices = [choice for choice in alternatives(hint) if choice is not NoneType]
+    if default is not None or len(choices) == len(alternatives(hint)):
+        return hint
+    metavar = "|".join(dict.fromkeys(word for choice in choices for word in words_for(choice)))
+    return Annotated[hint, tyro.conf.arg(metavar=metavar, help_behavior_hint="(optional)")]
+
+
+def words_for(hint: Any) -> list[str]:
+    if get_origin(hint) is Literal:
+        return [str(word) for word in get_args(hint)]
+    if get_origin(hint) is tuple:
+        return [f"[{'|'.join(words_for(get_args(hint)[0]))} ...]"]
+    return [getattr(hint, "__name__", str(hint)).upper()]
 
 
 def show(outcome: object, *, as_json: bool) -> None:
@@ -69,22 +103,15 @@ def show(outcome: object, *, as_json: bool) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     end_with_whoever_started_me()
+    if argv is None:  # this is the whole program
+        warnings.showwarning = tell_warning
+        logging.getLogger("anechoic").addHandler(Messages())
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(overview())
-        return 0
-    if arguments[0] == "--version":
-        print(f"anechoic {__version__}")
-        return 0
-    name, *rest = arguments
-    if name not in VERBS:
-        print(f"anechoic: there is no verb {name!r}; {nearest_name(name, VERBS)}", file=sys.stderr)
-        return USER_MISTAKE
     try:
-        tyro.cli(with_json_flag(verb(name)), prog=f"anechoic {name}", args=rest)
+        code = answer(arguments)
         sys.stdout.flush()
     except UserError as error:
-        print(f"anechoic: {error}", file=sys.stderr)
+        say(f"anechoic: {error}")
         return USER_MISTAKE
     except BrokenPipeError:
         # The reader, such as `head`, has seen enough; nothing more can be written, not even at exit.
@@ -93,10 +120,78 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except InterruptedRun as stopped:
-        if argv is None:  # this is the whole program
+        if argv is None:
             leave(128 + stopped.signal_number)
         raise
+    return code
+
+
+def answer(arguments: list[str]) -> int:
+    """What the words after `anechoic` ask for; returns the exit code."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(overview())
+        return 0
+    if arguments[0] == "--version":
+        print(f"anechoic {__version__}")
+        return 0
+    name, *rest = arguments
+    if name not in VERBS:
+        raise UserError(f"there is no verb {name!r}; {nearest_name(name, VERBS)}")
+    refuse_misplaced(name, rest)
+    tyro.cli(with_json_flag(verb(name)), prog=f"anechoic {name}", args=rest)
     return 0
+
+
+# ---- flags of other verbs
+
+
+def flags_of(name: str) -> set[str]:
+    """Every flag of a verb; of one whose argument is a whole config, the settings too."""
+    flags = {"--help", "--json"}
+    hints = inspect.get_annotations(verb(name), eval_str=True)
+    for parameter in inspect.signature(verb(name)).parameters.values():
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            flags |= {f"--{parameter.name}", f"--no-{parameter.name}"}
+        elif parameter.name == "recipe" and hints[parameter.name] is not str:
+            flags |= {f"--{setting}" for setting, _ in settings(recipe(next(iter(table()))))}
+    return {flag.replace("_", "-") for flag in flags}
+
+
+def refuse_misplaced(name: str, words: Sequence[str]) -> None:
+    """A flag that this verb lacks and another has, or that is called otherwise here, is answered with where it is."""
+    own = flags_of(name)
+    for word in words:
+        flag = word.partition("=")[0].replace("_", "-")
+        if not flag.startswith("--") or flag in own or any(flag.startswith(f"{other}.") for other in own):
+            continue
+        last = flag.strip("-").rpartition(".")[2]
+        here = sorted(other for other in own if other.strip("-").rpartition(".")[2] == last)
+        if here:
+            raise UserError(f"{name} has no {flag}; here it is {' or '.join(here)}.")
+        others = [other for other in VERBS if flag in flags_of(other)]
+        if others:
+            raise UserError(
+                f"{name} has no {flag}, which is an option of {', '.join(others[:3])}; anechoic {name} --help lists "
+                "its own."
+            )
+
+
+# ---- messages beside a progress bar
+
+
+def say(text: str) -> None:
+    """To stderr, on a line of its own though a progress bar may be on the last one."""
+    tqdm.write(text, file=sys.stderr)
+
+
+def tell_warning(message: Warning | str, *rest: object, **more: object) -> None:
+    """A warning in one line; where in the code it was raised helps nobody who types commands."""
+    say(f"anechoic: {message}")
+
+
+class Messages(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        say(f"anechoic: {record.getMessage()}")
 
 
 if __name__ == "__main__":

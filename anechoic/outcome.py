@@ -5,19 +5,24 @@ Standard library only, so that pages and run directories can be read without tor
 
 from __future__ import annotations
 
+import base64
 import os
 import platform
 import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from anechoic.errors import UserError
+
 SCHEMA = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Outcome:
     """The result of one verb: how it was asked for, what was measured, and the same as text for the terminal."""
 
@@ -26,6 +31,38 @@ class Outcome:
     seed: int | None = None
     seconds: float | None = None
     text: str = field(default="", repr=False)
+
+    def __repr__(self) -> str:
+        """As the command line shows it: tables and words."""
+        return self.text or f"Outcome(metrics={self.metrics!r})"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the rows as a table, else the text; then the pictures."""
+        rows, pictures = self.rows, self.figures.values()
+        shown = html_table(rows) if rows else f"<pre>{escape(repr(self))}</pre>"
+        return shown + "".join(picture._repr_html_() for picture in pictures)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The table behind the text, a row of named values each, where there is one."""
+        found = self.metrics.get("rows")
+        if isinstance(found, list) and found and all(isinstance(row, Mapping) for row in found):
+            return [flattened(row) for row in found]
+        return []
+
+    def to_frame(self) -> Any:
+        """The rows, or the named numbers where there are none, as a pandas DataFrame; needs pandas."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise UserError("A frame needs pandas: pip install pandas, or use `.rows`.") from error
+        return pandas.DataFrame(self.rows or [flattened(self.metrics)])
+
+    @property
+    def figures(self) -> dict[str, Picture]:
+        """The pictures that were drawn, by name: a notebook shows them."""
+        files = [Path(path) for path in self.metrics.get("figures", ())]
+        return {path.stem: Picture(path) for path in files if path.suffix == ".png"}
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -37,6 +74,42 @@ class Outcome:
             "metrics": self.metrics,
             "seconds": self.seconds,
         }
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure that was written as a file, PNG with an SVG beside it; a notebook shows it."""
+
+    path: Path
+
+    def _repr_png_(self) -> bytes:
+        return self.path.read_bytes()
+
+    def _repr_html_(self) -> str:
+        content = base64.b64encode(self._repr_png_()).decode()
+        return f'<img alt="{escape(self.path.stem)}" src="data:image/png;base64,{content}">'
+
+
+def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
+    """{"accuracy": {"10": 0.5}} -> {"accuracy.10": 0.5}; lists stay as they are."""
+    flat: dict[str, Any] = {}
+    for name, value in row.items():
+        inner = flattened(value).items() if isinstance(value, Mapping) else ()
+        flat.update({f"{name}.{key}": item for key, item in inner} if inner else {str(name): value})
+    return flat
+
+
+def html_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    top = "".join(f"<th>{escape(name)}</th>" for name in names)
+    lines = ["".join(f"<td>{escape(shortened(row.get(name)))}</td>" for name in names) for row in rows]
+    return f"<table><tr>{top}</tr>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
+
+
+def shortened(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def package_version(name: str) -> str | None:

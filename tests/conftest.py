@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from browser import launch
 
 torch.set_num_threads(1)
 
@@ -14,6 +17,7 @@ torch.set_num_threads(1)
 SLOW = {
     "test_anneal",
     "test_bench_data",
+    "test_browser",
     "test_bench_quality",
     "test_bench_speed",
     "test_bench_train",
@@ -29,6 +33,7 @@ SLOW = {
     "test_evaluator",
     "test_exchange_export",
     "test_faults",
+    "test_finding",
     "test_finetune",
     "test_fuzz",
     "test_generating",
@@ -43,8 +48,11 @@ SLOW = {
     "test_planning",
     "test_probe",
     "test_recipes",
+    "test_report",
     "test_resume",
     "test_sampling",
+    "test_serve",
+    "test_serve_bounds",
     "test_sharding",
     "test_slurm",
     "test_surgery_continued",
@@ -65,6 +73,12 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cache")
     os.environ["ANECHOIC_CACHE"] = str(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """One for all tests of pages."""
+    yield from launch()
 
 
 @pytest.fixture(scope="session")

@@ -29,9 +29,9 @@ def test_both_sides_are_trained_and_measured(monkeypatch):
     pytest.importorskip("transformers", reason="the peer")
     monkeypatch.setattr(quality, "SAMPLES", 512)
     monkeypatch.setattr(quality, "PEER_RATES", (1e-4, 2e-3))
-    monkeypatch.setattr(quality, "SHARES", (0.5, 1.0))
+    monkeypatch.setattr(quality, "SHARES", (0.5,))
     monkeypatch.setattr(quality, "in_a_process", lambda train, *arguments: train(*arguments))
-    rows = quality.run(Options(rounds=1))
+    rows = quality.run(Options(rounds=1, small="digits"))
     searched = rows[0]["peer_rates"]
     assert rows[0]["peer_rate"] == 2e-3
     assert searched["0.002"]["loss"] < searched["0.0001"]["loss"] < 1.2  # patches are normalised: about 1 untrained

@@ -19,7 +19,7 @@ from anechoic.runtime.checkpoint import load, model_card, write_model
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
 PREPROCESS = Preprocess((0.5,) * 3, (0.25,) * 3, 32, 3)
-TINY = {"image_size": 32, "dim": 48, "depth": 4, "num_heads": 3}
+TINY = {"image_size": 32, "dim": 48, "depth": 2, "num_heads": 3}
 DECODER = {"decoder_dim": 32, "decoder_depth": 2, "decoder_num_heads": 2}
 NETWORKS = {
     "decayed mae": ("mae_tiny_patch8", {**TINY, **DECODER, "alpha_min": 0.6}),

@@ -35,7 +35,7 @@ def by_hand(vit, images):
     """The embedding and every block's output."""
     from anechoic.models.layers import patchify
 
-    x = vit.embed(patchify(images, 4), (4, 4))
+    x = vit.embed_tokens(patchify(images, 4), (4, 4))
     stream = [x]
     for block in vit.blocks:
         stream.append(block(stream[-1]))

@@ -51,7 +51,7 @@ def test_the_start(depth, alpha_min):
     """At initialisation: encoder output = effective decay * embedding, prediction 0, loss (n - 1) / n."""
     model = tiny(depth=depth, alpha_min=alpha_min).eval()
     images = torch.rand(3, 3, 16, 16)
-    embedded = model.encoder.embed(patchify(images, 4), (4, 4))
+    embedded = model.encoder.embed_tokens(patchify(images, 4), (4, 4))
     expected = effective_decay(linear(2 * depth, alpha_min)) * embedded
     torch.testing.assert_close(model.encoder(images), expected, rtol=1e-5, atol=1e-7)
     out = model(images)
@@ -103,8 +103,8 @@ def test_embedding_only_visible_patches_equals_embedding_all():
     images, noise = inputs(model)
     masking = mask_by_noise(noise, model.config.num_kept)
     encoder, patches = model.encoder, patchify(images, 4)
-    whole = encoder.embed(patches, (4, 4))
-    part = encoder.embed(patches, (4, 4), masking.ids_keep)
+    whole = encoder.embed_tokens(patches, (4, 4))
+    part = encoder.embed_tokens(patches, (4, 4), masking.ids_keep)
     torch.testing.assert_close(part[:, 1:], whole[:, 1:].gather(1, masking.ids_keep[..., None].expand(-1, -1, 48)))
     torch.testing.assert_close(part[:, 0], whole[:, 0])
 

@@ -174,7 +174,7 @@ def test_plain_blocks_are_bitwise_a_residual_block():
 def test_decayed_stack_is_the_written_out_recurrence(alpha_min):
     model = make("vit-raw", alpha_min=alpha_min)
     images = inputs(model)[0]
-    x = model.embed(patchify(images, 4), (4, 4))
+    x = model.embed_tokens(patchify(images, 4), (4, 4))
     k = 0
     for block in model.blocks:
         for branch in (lambda x, b=block: b.attn(b.norm1(x)), lambda x, b=block: b.mlp(b.norm2(x))):

@@ -118,7 +118,7 @@ FLOORS = [
     ["diffusion", "evals"],
     ["train"],
     ["recipes", "exchange", "report"],
-    ["benchmarks", "paper"],
+    ["benchmarks", "paper", "serve"],
     ["api"],
     ["cli"],
 ]

@@ -125,16 +125,6 @@ def test_cells_carry_the_exact_number():
 
 
 def test_a_thumbnail_is_small_and_keeps_small_pixels():
-    from PIL import Image
-
-    from anechoic.data.decoding import decode  # noqa: F401  (Pillow is set up there)
-
-    def back(uri):
-        import base64
-        import io
-
-        return Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2])))
-
     assert back(thumbnail(np.zeros((300, 200, 3), np.uint8), side=96)).size == (64, 96)
     assert back(thumbnail(np.zeros((8, 8, 1), np.uint8), side=96)).size == (96, 96)
 

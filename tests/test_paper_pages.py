@@ -7,16 +7,9 @@ import pytest
 
 from anechoic.paper import catalogue, crossover, full, hands, pocket
 from anechoic.paper.evaluation import packed, unpacked
-from anechoic.paper.pages import (
-    difference_table,
-    measured_table,
-    onset_words,
-    paired_over_time,
-    signed,
-    write_index,
-    write_page,
-)
+from anechoic.paper.pages import onset_words, paired_over_time, write_index, write_page
 from anechoic.paper.statistics import Records, estimate
+from anechoic.paper.tables import difference_table, measured_table, signed
 from anechoic.paper.tally import write_tally
 from anechoic.report import figures
 

@@ -89,9 +89,9 @@ def test_a_value_is_made_part_of_a_file_name():
     ("values", "words"),
     [
         ({"shortcut.alhpa_min": 0.5}, "did you mean shortcut.alpha_min?"),
-        ({"shortcuts.alpha_min": 0.5}, "There is no setting shortcuts.alpha_min to vary: choose one of"),
+        ({"shortcuts.alpha_min": 0.5}, "There is no setting shortcuts.alpha_min: choose one of"),
         ({"alpha_min": 0.5}, "There is no setting alpha_min"),
-        ({"optim.lr.peak": 0.5}, "There is no setting optim.lr.peak to vary"),
+        ({"optim.lr.peak": 0.5}, "There is no setting optim.lr.peak"),
         ({"shortcut.alpha_min": 2.0}, "The setting shortcut.alpha_min must be between"),
         ({"optim.batch_size": "many"}, "The setting optim.batch_size must be a whole number"),
     ],

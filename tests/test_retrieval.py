@@ -11,7 +11,8 @@ from anechoic.errors import NotFiniteError, UserError
 from anechoic.evals.encoders import Encoder, flat
 from anechoic.evals.evaluator import EvalSpec, Evaluator
 from anechoic.evals.labelled import Labelled
-from anechoic.evals.retrieval import SCALINGS, group_accuracy, rescaled, retrieval_accuracy, retrieval_matrix
+from anechoic.evals.retrieval import group_accuracy, retrieval_accuracy, retrieval_matrix
+from anechoic.evals.whitening import SCALINGS, rescaled
 from anechoic.models import build_model
 from anechoic.models.preprocess import Preprocess
 

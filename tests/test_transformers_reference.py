@@ -110,7 +110,7 @@ def test_masked_autoencoder(dim, depth, heads, patch, size, eps, norm_pix):
         out = ours(images, noise)
         masking = mask_by_noise(noise, ours.config.num_kept)
         grid = ours.config.grid_size
-        states = hidden_states(ours.encoder, ours.encoder.embed(patchify(images, patch), grid, masking.ids_keep))
+        states = hidden_states(ours.encoder, ours.encoder.embed_tokens(patchify(images, patch), grid, masking.ids_keep))
     assert torch.equal(out.mask, reference.mask)
     torch.testing.assert_close(out.loss, reference.loss, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(out.prediction, reference.logits, rtol=1e-5, atol=1e-5)
@@ -145,7 +145,7 @@ def test_vision_transformer(dim, depth, heads, patch, size, eps):
     images = torch.randn(3, 3, size, size)
     with torch.no_grad():
         reference = theirs(images, output_hidden_states=True)
-        states = hidden_states(ours, ours.embed(patchify(images, patch), ours.config.grid_size))
+        states = hidden_states(ours, ours.embed_tokens(patchify(images, patch), ours.config.grid_size))
     torch.testing.assert_close(ours(images), reference.last_hidden_state, rtol=1e-5, atol=1e-5)
     for mine, their in zip(states[:-1], reference.hidden_states[:-1], strict=True):
         torch.testing.assert_close(mine, their, rtol=1e-5, atol=1e-5)

@@ -268,10 +268,18 @@ def encoder_and_data(run: str, data: str | None, model: str | None, image_size: 
     if model is None:
         if data is None:
             raise UserError("Data is missing: name the images after the run.")
+        refuse_swapped(run, data)
         return the_encoder(run, None, image_size), data
     if data is not None:
         raise UserError("Name one encoder: a run directory, or --model timm:NAME or hf:FOLDER, not both.")
     return the_encoder(None, model, image_size), run
+
+
+def refuse_swapped(run: str, data: str) -> None:
+    from anechoic.runtime.checkpoint import is_model
+
+    if is_model(data) and not is_model(run) and not run.startswith(("timm:", "hf:")):
+        raise UserError(f"{data} is a model and {run} is not: give the model first, then the images.")
 
 
 def open_parts(encoder: Encoder, train: str | None, test: str | None, holdout: float, seed: int) -> Labelled:

@@ -158,7 +158,7 @@ def frechet(
 
 def measure(where: str, extractor: Any, *, num: int | None, image_size: int | None, batch_size: int) -> Any:
     """Statistics of one side: read from a file of them, else measured on its images."""
-    from tqdm import tqdm
+    from tqdm.auto import tqdm
 
     from anechoic.data import open_source
     from anechoic.diffusion.generation import image_batches, read_receipt
@@ -174,6 +174,11 @@ def measure(where: str, extractor: Any, *, num: int | None, image_size: int | No
             )
         return found
     source = open_source(where, channels=extractor.channels or 1)
+    if len(source) < 2:
+        raise UserError(
+            f"{where} is a single image, and distributions are compared: give all images, as a folder or .npz, not a "
+            "sheet of them."
+        )
     described = {"source": where, "hash": source.fingerprint, "crop": image_size, "made": read_receipt(where)}
     batches = image_batches(source, batch_size=batch_size, image_size=image_size, num=num)
     with tqdm(total=min(num or len(source), len(source)), unit="img", desc=Path(where).name, disable=None) as bar:
@@ -241,7 +246,7 @@ def encode_latents(
         batch_size: images encoded at once.
     """
     import torch
-    from tqdm import tqdm
+    from tqdm.auto import tqdm
 
     from anechoic.data import open_source
     from anechoic.data.latents import load_vae, write_latents

@@ -20,7 +20,7 @@ def shard(data: str, out: Path, /, *, labels: bool = False, shard_bytes: int = 1
         shard_bytes: size up to which a shard is filled.
         channels: of images that are arrays and are written as PNG: 3 colour, 1 grey.
     """
-    from tqdm import tqdm
+    from tqdm.auto import tqdm
 
     from anechoic.data import open_source
     from anechoic.data.shards import write_shards

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from anechoic.paper.trial import Trial
 
 Varied = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
+Fixed = Annotated[tuple[tuple[str, str], ...], tyro.conf.UseAppendAction]
 
 
 def sweep(
@@ -25,6 +26,7 @@ def sweep(
     /,
     *,
     vary: Varied = (),
+    fix: Fixed = (),
     seeds: int = 1,
     train: str = "",
     test: str = "",
@@ -33,7 +35,7 @@ def sweep(
     jobs: int | None = None,
     dry_run: bool = False,
 ) -> Outcome:
-    """Train a recipe for every combination of settings and seeds, a core each, and evaluation what it learned.
+    """Train a recipe for every combination of settings and seeds, a core each, and evaluate what it learned.
 
     The same command goes on where it was stopped: finished trials are skipped, failed ones tried again.
 
@@ -43,8 +45,9 @@ def sweep(
     Args:
         recipe: a name that `anechoic recipes` lists.
         vary: a setting and its values, such as shortcut.alpha_min 0.5 0.6 or model.options.depth 4 8; may be repeated.
+        fix: a setting and its one value in every trial, such as optim.samples 20000; may be repeated.
         seeds: how many seeds, counted from 0.
-        train: labelled images to evaluation by; without them only the training itself is recorded.
+        train: labelled images to evaluate by; without them only the training itself is recorded.
         test: labelled images to classify.
         out: a record for each trial is written to out/records, its run to out/runs.
         data: folder that relative names of data start from; default the environment variable ANECHOIC_DATA, or here.
@@ -53,7 +56,7 @@ def sweep(
     """
     from dataclasses import replace
 
-    from anechoic.paper.sweep import Folders
+    from anechoic.paper.sweep import Folders, with_settings
     from anechoic.paper.sweep import vary as combinations
     from anechoic.paper.trial import EvalPlan
     from anechoic.recipes import recipe as recipe_by_name
@@ -68,7 +71,11 @@ def sweep(
         if not values:
             raise UserError(f"--vary {name} has no values: give the setting and then its values.")
         grid[name] = [parsed(value) for value in values]
+    twice = sorted(grid.keys() & {name for name, _ in fix})
+    if twice:
+        raise UserError(f"{twice[0]} is both fixed and varied: give it to --fix or to --vary.")
     base = replace(recipe_by_name(recipe), threads=1, devices=1)
+    base = with_settings(base, {name: parsed(value) for name, value in fix})
     if base.optim.samples is None:
         base = with_samples(base, data_root(data))
     trials = combinations(base, grid, seeds=range(seeds), evaluation=EvalPlan(train, test))
@@ -147,9 +154,9 @@ def reproduced(
 ) -> Outcome:
     """Each grid in turn: its missing trials, then its table."""
     from anechoic.paper import catalogue
-    from anechoic.paper.pages import difference_table, measured_table
     from anechoic.paper.statistics import Records
     from anechoic.paper.sweep import Folders
+    from anechoic.paper.tables import difference_table, measured_table
 
     texts: list[str] = []
     metrics: dict[str, Any] = {}
@@ -200,6 +207,8 @@ def verified(path: Path, runs: Path, root: Path) -> Outcome:
 
 
 def data_root(data: Path | None) -> Path:
+    if data is not None and not data.is_dir():
+        raise UserError(f"There is no folder {data}: name the one that has the data with --data, or set ANECHOIC_DATA.")
     return data or Path(os.environ.get("ANECHOIC_DATA", "."))
 
 
@@ -231,8 +240,8 @@ def with_samples(config: Any, root: Path) -> Any:
 
 def planned(trials: Sequence[Trial], folders: Folders, *, accelerator: bool = False) -> Outcome:
     """The trials with their estimated time, and which are done."""
-    from anechoic.paper.pages import line
     from anechoic.paper.sweep import available_cores, duration, estimates, training_flops
+    from anechoic.paper.tables import line
     from anechoic.paper.trial import finished
 
     seconds = estimates(trials, folders) if not accelerator else {}
@@ -273,8 +282,8 @@ def check_source(source: str, root: Path) -> None:
 
 def summary(trials: Sequence[Trial], folders: Folders) -> str:
     """One line per variant: the mean over seeds of every plain number, with its interval."""
-    from anechoic.paper.pages import line
     from anechoic.paper.statistics import Records
+    from anechoic.paper.tables import line
 
     records = Records(folders.records)
     variants = list(dict.fromkeys(trial.variant for trial in trials))

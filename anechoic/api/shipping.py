@@ -39,15 +39,20 @@ def export(run: Path, /, *, to: Target, out: Path, check: str = "", fold: bool =
         model.preprocess = preprocess
     images, source = check_images(model, check)
     exported = export_model(model, out, to=to, images=images)
+    told = f"Largest difference from the network here on {len(images)} images ({source}):"
     rows = [f"  {what}: {value:.2g}" for what, value in exported.differences.items()]
     advice = []
     if to in ("timm", "transformers", "hub-folder") and is_decayed(model):
         advice = [f"Its norms differ in eps, and {to} keeps one for all: {out / 'README.md'} shows how to set each."]
     return Outcome(
         config={"check": source},
-        metrics={"differences": exported.differences, "files": sorted(file.name for file in out.iterdir())},
+        metrics={
+            "differences": exported.differences,
+            "compared": exported.compared,
+            "files": sorted(file.name for file in out.iterdir()),
+        },
         seconds=time.perf_counter() - started,
-        text="\n".join([f"Wrote {out}. Largest difference on {len(images)} images ({source}):", *rows, *advice]),
+        text="\n".join([f"Wrote {out}. {exported.compared[0].upper()}{exported.compared[1:]}.", told, *rows, *advice]),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from anechoic.config import Config, Options, to_json
+from anechoic.config import Config, Options, budget, default_holdout, to_json
 from anechoic.outcome import Outcome
 from anechoic.recipes import recipe as recipe_by_name
 from anechoic.recipes import table
@@ -47,11 +48,13 @@ def pretrain(
     workers: int | None = None,
     seed: int = 0,
     devices: int | None = None,
+    verbose: bool = False,
     dry_run: bool = False,
 ) -> Outcome:
     """Train a masked autoencoder on images without labels; everything not said is chosen by the data and the machine.
 
-    The same command again goes on where it stopped. SIGTERM and Ctrl-C save first (exit codes 143 and 130).
+    It ends with a verdict, without labels, on whether that worked. The same command again goes on where it stopped.
+    SIGTERM and Ctrl-C save first (exit codes 143 and 130).
 
     Example: anechoic pretrain photos --out runs/photos --epochs 100
 
@@ -71,9 +74,10 @@ def pretrain(
         workers: processes that decode images.
         seed: of weights, order, crops and masks.
         devices: processes that share each batch.
+        verbose: show every setting before it starts.
         dry_run: print the config and stop.
     """
-    config = pretrain_config_for(
+    config, size = pretrain_config_for(
         data,
         image_size=image_size,
         channels=channels,
@@ -92,9 +96,61 @@ def pretrain(
         monitor=replace(config.monitor, knn=knn),
         data=replace(config.data, workers=workers),
     )
-    if alpha_min is None:
-        print(alpha_min_reason(config), file=sys.stderr)
-    return _run(config, out, dry_run=dry_run)
+    check_and_introduce(config, out, size=size, chosen=alpha_min is None, dry_run=dry_run)
+    found = _run(config, out, dry_run=dry_run, brief=not verbose)
+    return found if dry_run else with_verdict(found, out)
+
+
+def check_and_introduce(config: Config, out: Path, *, size: int, chosen: bool, dry_run: bool) -> None:
+    """What is about to happen and why, in a few lines on the standard error stream; mistakes are told before them.
+
+    chosen: alpha_min was chosen here. A run that is going on, or finished, was introduced when it began.
+    """
+    from anechoic.runtime.distributed import under_launcher
+    from anechoic.train.build import check
+
+    check(config)
+    if under_launcher() or (out / "config.json").exists():
+        return
+    reason = f"Shortcuts: {alpha_min_reason(config)}" if chosen else ""
+    lines = [reason] if dry_run else [*introduction(config, size=size), reason]
+    print("\n".join(line for line in lines if line), file=sys.stderr, flush=True)
+
+
+def introduction(config: Config, *, size: int) -> list[str]:
+    """What is trained, why this model, and how long it will take."""
+    from anechoic.report.tables import duration
+    from anechoic.runtime.distributed import accelerators
+    from anechoic.train.estimate import seconds_per_image
+
+    held_out = default_holdout(size) if config.data.holdout is None else config.data.holdout
+    samples = budget(config.optim, max(config.optim.batch_size, size - held_out))
+    devices = config.devices or max(1, accelerators())
+    seconds = seconds_per_image(config) * samples / devices
+    options = ", ".join(f"{name} {value}" for name, value in config.model.options.items())
+    machine = f"{devices} accelerators" if accelerators() else "a processor"
+    return [
+        f"Pre-training on {config.data.source}: {size:,} images without labels, {held_out:,} of them held out.",
+        f"Model: {config.model.name}{f' ({options})' if options else ''} on images of {config.data.image_size} pixels, "
+        f"a size for {machine} and as many images; --model chooses another.",
+        f"Length: {samples:,} samples in {samples // config.optim.batch_size:,} updates of {config.optim.batch_size}, "
+        f"about {duration(seconds)} here (timed on a few updates); --epochs changes it.",
+    ]
+
+
+def with_verdict(trained: Outcome, out: Path) -> Outcome:
+    """The outcome of a training with the verdict on it, and the command for its page."""
+    from anechoic.errors import UserError
+    from anechoic.report.runs import encoder_of, judge, open_run
+
+    command = f"The whole report: anechoic report {shlex.quote(str(out))}"
+    try:
+        run = open_run(out)
+        verdict = judge(run, encoder_of(run), seed=run.config.seed)
+    except UserError as problem:
+        return replace(trained, text=f"{trained.text}\nThere is no verdict: {problem}\n{command}")
+    metrics = {**trained.metrics, "verdict": verdict.to_json()}
+    return replace(trained, metrics=metrics, text=f"{trained.text}\n{verdict.text}\n{command}")
 
 
 def alpha_min_reason(config: Config) -> str:
@@ -110,8 +166,8 @@ def alpha_min_reason(config: Config) -> str:
     return f"alpha_min auto, shortcuts decay with depth: the run has {CROSSOVER_UPDATES:,} updates or more."
 
 
-def pretrain_config_for(data: str, **choices: Any) -> Config:
-    """The config that `pretrain` would train for this data on this machine."""
+def pretrain_config_for(data: str, **choices: Any) -> tuple[Config, int]:
+    """The config that `pretrain` would train for this data on this machine, and the number of images."""
     import torch
 
     from anechoic.data import open_source
@@ -125,7 +181,8 @@ def pretrain_config_for(data: str, **choices: Any) -> Config:
         if isinstance(image, torch.Tensor)
     ]
     side = sorted(sides)[len(sides) // 2] if sides else 64
-    return pretrain_config(data, size=len(source), side=side, accelerators=accelerators(), **choices)
+    config = pretrain_config(data, size=len(source), side=side, accelerators=accelerators(), **choices)
+    return config, len(source)
 
 
 @tyro.conf.configure(tyro.conf.CascadeSubcommandArgs)
@@ -158,7 +215,7 @@ def with_recipe_options(config: Config) -> Config:
     )
 
 
-def _run(config: Config, out: Path, *, dry_run: bool) -> Outcome:
+def _run(config: Config, out: Path, *, dry_run: bool, brief: bool = False) -> Outcome:
     """Check the config and train it, or only print it."""
     from anechoic.train.build import check
     from anechoic.train.engine import fit
@@ -167,7 +224,7 @@ def _run(config: Config, out: Path, *, dry_run: bool) -> Outcome:
     if dry_run:
         return Outcome(config=to_json(config), metrics={}, seed=config.seed, text=json.dumps(to_json(config), indent=2))
     before = (out / "results.json").exists()
-    results = fit(config, out, verbose=True)
+    results = fit(config, out, verbose=True, brief=brief)
     metrics = results["metrics"]
     text = f"{out} {'was finished before' if before else 'is trained'}: {metrics['seen']:,} samples seen"
     text += f", loss {metrics['loss']:.4f}"

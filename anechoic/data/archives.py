@@ -34,6 +34,7 @@ from anechoic.data.source import (
     classes_from_folders,
     digest,
     is_image_name,
+    note_ignored,
     number_classes,
 )
 from anechoic.errors import UserError
@@ -207,6 +208,7 @@ def open_zip(path: Path, *, labels: bool, channels: int) -> Packed:
     try:
         with open_regular(path) as file, zipfile.ZipFile(file) as archive:
             infos = [info for info in archive.infolist() if is_image_name(info.filename)]
+            note_ignored(archive.namelist(), where=str(path))
     except ZIP_DAMAGE as error:
         raise UserError(
             f"{str(path)!r} is not a complete zip file ({reason(error)}); make or download it again."
@@ -231,6 +233,7 @@ def open_tar(path: Path, *, labels: bool, channels: int) -> Packed:
     names, members = list_tar(path)
     if any(name.endswith(".cls") for name in names):
         return open_shards([path], labels=labels, channels=channels)
+    note_ignored(names, where=str(path))
     order = sorted((k for k in range(len(names)) if is_image_name(names[k])), key=names.__getitem__)
     inside = without_common_folder([names[k] for k in order])
     return _packed(
@@ -322,7 +325,8 @@ def _packed(
 ) -> Packed:
     if not names:
         raise UserError(
-            f"There is no JPEG, PNG, WebP, BMP or TIFF image in {where!r}; give an archive that holds images."
+            f"There is no image that is read here (JPEG, PNG, WebP, BMP, TIFF, GIF, AVIF) in {where!r}; give an "
+            "archive that holds some."
         )
     numbers, classes = classes_from_folders(names, where=where) if labels else (None, None)
     packed_names = Names.of(names)

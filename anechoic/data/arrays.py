@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anechoic.data.decoding import MAX_ASPECT, MAX_PIXELS, luminance, sixteen_to_eight
+from anechoic.data.decoding import MAX_ASPECT, MAX_PIXELS
 from anechoic.data.source import Source, check_labels, digest
 from anechoic.errors import UserError
+from anechoic.models.pixels import luminance, sixteen_to_eight
 from anechoic.runtime.untrusted import open_regular, reason, refuse_bomb
 
 FINGERPRINT_BYTES = 1 << 20

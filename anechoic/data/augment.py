@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from anechoic.errors import UserError
+from anechoic.models.preprocess import MARGIN, evaluation_side, middle, resize
 from anechoic.rng import Draws
 
 KINDS = ("crop", "pad", "centre", "none")
-MARGIN = 256 / 224
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,8 @@ class Augment:
         if self.kind == "centre":
             shorter = round(image_size * MARGIN)
             if self.resize == "auto":
-                shorter = min(shorter, max(image_size, min(height, width)))
-        if min(height, width) != shorter:
-            longer = int(shorter * max(height, width) / min(height, width))
-            height, width = (shorter, longer) if height <= width else (longer, shorter)
-            image = resize(image, height, width)
-        top, left = round((height - image_size) / 2), round((width - image_size) / 2)
-        return image[:, top : top + image_size, left : left + image_size]
+                shorter = evaluation_side(height, width, image_size)
+        return middle(image, image_size, shorter=shorter)
 
     def _shift(self, batch: Tensor, draws: Draws) -> Tensor:
         size = batch.shape[-1]
@@ -99,13 +94,6 @@ class Augment:
         return torch.stack(
             [image[:, top : top + size, left : left + size] for image, (top, left) in zip(padded, corners, strict=True)]
         )
-
-
-def resize(image: Tensor, height: int, width: int) -> Tensor:
-    """uint8 (C, H, W) -> uint8 (C, height, width), bicubic, antialiased; the image itself if it has that size."""
-    if image.shape[1:] == (height, width):
-        return image
-    return F.interpolate(image[None], size=(height, width), mode="bicubic", antialias=True)[0]
 
 
 def crop_boxes(

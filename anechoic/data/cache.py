@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from anechoic.data.source import BadImage, EncodedSource, Source, Subset, digest, refuse_too_many
 from anechoic.errors import UserError

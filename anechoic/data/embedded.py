@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from anechoic.data.arrays import Array
-from anechoic.data.decoding import luminance
 from anechoic.data.source import BadImage, Source, digest
 from anechoic.errors import UserError
+from anechoic.models.pixels import luminance
 from anechoic.rng import Draws
 
 SPLITS = ("train", "test")

@@ -13,7 +13,16 @@ from pathlib import Path
 import numpy as np
 
 from anechoic.data.cache import cache_dir, read_cached, write_cached
-from anechoic.data.source import EncodedSource, Names, classes_from_folders, digest, is_image_name, number_classes
+from anechoic.data.decoding import IGNORED_SUFFIXES
+from anechoic.data.source import (
+    EncodedSource,
+    Names,
+    classes_from_folders,
+    digest,
+    is_image_name,
+    note_ignored,
+    number_classes,
+)
 from anechoic.errors import UserError
 from anechoic.runtime.untrusted import read_regular, reason
 
@@ -26,13 +35,17 @@ MAX_LIST_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Listing:
-    """Every image below a folder in sorted order: relative names, sizes, times of change; and the folders passed."""
+    """Every image below a folder in sorted order: relative names, sizes, times of change; and the folders passed.
+
+    ignored: images of kinds that are not read here.
+    """
 
     names: Names
     sizes: np.ndarray
     times: np.ndarray
     folders: Names
     folder_times: np.ndarray
+    ignored: Names
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         return {
@@ -43,6 +56,8 @@ class Listing:
             "folders": np.frombuffer(self.folders.blob, np.uint8),
             "folder_ends": self.folders.ends,
             "folder_times": self.folder_times,
+            "ignored": np.frombuffer(self.ignored.blob, np.uint8),
+            "ignored_ends": self.ignored.ends,
         }
 
     @classmethod
@@ -53,6 +68,7 @@ class Listing:
             arrays["times"],
             Names(arrays["folders"].tobytes(), arrays["folder_ends"]),
             arrays["folder_times"],
+            Names(arrays["ignored"].tobytes(), arrays["ignored_ends"]),
         )
 
     def still_true(self, root: Path) -> bool:
@@ -75,6 +91,7 @@ class Listing:
 def scan(root: Path) -> Listing:
     """List a folder: names, sizes, times. Links are followed, but each real folder is entered once, so loops end."""
     found: list[tuple[str, int, int]] = []
+    ignored: list[str] = []
     folders: list[tuple[str, int]] = []
     entered: set[tuple[int, int]] = set()
     waiting = [""]
@@ -93,6 +110,8 @@ def scan(root: Path) -> Listing:
                     found.append((name, status.st_size, status.st_mtime_ns))
                 elif entry.is_dir() and not entry.name.startswith("."):
                     waiting.append(name)
+                elif os.path.splitext(entry.name)[1].lower() in IGNORED_SUFFIXES:
+                    ignored.append(name)
         # Depth first in sorted order, so that of two links to one folder the same one is entered every time.
         waiting.sort(reverse=True)
     found.sort()
@@ -102,6 +121,7 @@ def scan(root: Path) -> Listing:
         times=np.array([time for _, _, time in found], dtype=np.int64),
         folders=Names.of(folder for folder, _ in folders),
         folder_times=np.array([time for _, time in folders], dtype=np.int64),
+        ignored=Names.of(sorted(ignored)),
     )
 
 
@@ -109,8 +129,8 @@ def cached_scan(root: Path) -> Listing:
     """`scan`, or its result of an earlier time if it still holds."""
     memory = cache_dir() / "listings" / f"{digest(os.fsencode(root.resolve()))}.npz"
     if (arrays := read_cached(memory)) is not None:
-        listing = Listing.from_arrays(arrays)
-        if listing.still_true(root):
+        listing = Listing.from_arrays(arrays) if "ignored" in arrays else None  # an earlier version's has none
+        if listing is not None and listing.still_true(root):
             return listing
     listing = scan(root)
     if len(listing.names) >= REMEMBER_FROM:
@@ -130,9 +150,11 @@ class Files(EncodedSource):
         channels: int = 3,
         labels: np.ndarray | None = None,
         classes: tuple[str, ...] | None = None,
+        versions: np.ndarray | None = None,
     ):
         super().__init__(channels=channels)
         self.root, self.names, self.fingerprint = root, names, fingerprint
+        self.versions = versions  # (n, 2): size and time of change
         self.labels, self.classes = labels, classes
 
     def __len__(self) -> int:
@@ -144,17 +166,35 @@ class Files(EncodedSource):
     def data(self, index: int) -> bytes:
         return read_regular(os.path.join(self.root, self.names[index]))
 
+    def identities(self) -> np.ndarray | None:
+        """Of the name, size and time of each file."""
+        if self.versions is None:
+            return None
+        pairs = zip(self.names, self.versions, strict=True)
+        return np.frombuffer(b"".join(bytes.fromhex(digest(name, version)) for name, version in pairs), "V16")
+
 
 def open_folder(root: Path, *, labels: bool, channels: int) -> Files:
     """A folder, searched to any depth; labels are the names of its sub-folders."""
     listing = cached_scan(root)
+    note_ignored(listing.ignored, where=str(root))
     if not len(listing.names):
         raise UserError(
-            f"There is no JPEG, PNG, WebP, BMP or TIFF image in or below {str(root)!r}; give a folder with images."
+            f"There is no image that is read here (JPEG, PNG, WebP, BMP, TIFF, GIF, AVIF) in or below {str(root)!r}; "
+            "give a folder with images."
         )
     numbers, classes = classes_from_folders(listing.names, where=str(root)) if labels else (None, None)
     fingerprint = digest("files", listing.names.blob, listing.names.ends, listing.sizes, listing.times)
-    return Files(root, listing.names, fingerprint=fingerprint, channels=channels, labels=numbers, classes=classes)
+    versions = np.stack([listing.sizes, listing.times], axis=1)
+    return Files(
+        root,
+        listing.names,
+        fingerprint=fingerprint,
+        channels=channels,
+        labels=numbers,
+        classes=classes,
+        versions=versions,
+    )
 
 
 def open_paths(root: Path, paths: list[str], *, channels: int, kinds: list[str] | None = None, where: str) -> Files:
@@ -173,7 +213,9 @@ def open_paths(root: Path, paths: list[str], *, channels: int, kinds: list[str] 
     sizes = np.array([(file.st_size, file.st_mtime_ns) for file in stats], dtype=np.int64)
     labels, classes = number_classes(kinds) if kinds is not None else (None, None)
     fingerprint = digest("files", names.blob, names.ends, sizes)
-    return Files(root, names, fingerprint=fingerprint, channels=channels, labels=labels, classes=classes)
+    return Files(
+        root, names, fingerprint=fingerprint, channels=channels, labels=labels, classes=classes, versions=sizes
+    )
 
 
 def open_list(path: Path, *, labels: bool, channels: int) -> Files:

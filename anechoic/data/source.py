@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,11 +18,11 @@ import numpy as np
 from torch import Tensor
 
 from anechoic.data.contents import Contents
-from anechoic.data.decoding import Undecodable, decode
+from anechoic.data.decoding import IGNORED_SUFFIXES, IMAGE_SUFFIXES, Undecodable, decode
 from anechoic.errors import UserError
 from anechoic.rng import Draws
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff")
+log = logging.getLogger("anechoic")
 
 
 class BadImage(Exception):
@@ -71,6 +72,10 @@ class Source(ABC):
             except BadImage as bad:
                 out.append(bad)
         return out
+
+    def identities(self) -> np.ndarray | None:
+        """16 bytes per image, equal as long as the image is the same; None where only the whole can be told."""
+        return None
 
     def note_skipped(self, bad: Iterable[tuple[str, str]]) -> None:
         """Add unreadable images to `skipped`, each once; stop when they are more than a tenth of the source."""
@@ -138,6 +143,10 @@ class Subset(Source):
     def read_many(self, indices: Sequence[int], *, min_side: int | None = None) -> list[Tensor | BadImage]:
         return self.source.read_many(self.indices[list(indices)].tolist(), min_side=min_side)
 
+    def identities(self) -> np.ndarray | None:
+        own = self.source.identities()
+        return None if own is None else own[self.indices]
+
     def note_skipped(self, bad: Iterable[tuple[str, str]]) -> None:
         self.source.note_skipped(bad)
 
@@ -199,6 +208,17 @@ def is_image_name(name: str) -> bool:
     """By suffix; hidden files and the shadow files of macOS archives are not images."""
     base = name.rsplit("/", 1)[-1]
     return base.lower().endswith(IMAGE_SUFFIXES) and not base.startswith(".") and "__MACOSX/" not in name
+
+
+def note_ignored(names: Iterable[str], *, where: str) -> None:
+    """Tell of images that are left out because their kind is not read here, and of the remedy."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        suffix = os.path.splitext(name)[1].lower()
+        if suffix in IGNORED_SUFFIXES and not os.path.basename(name).startswith("."):
+            kinds.setdefault(IGNORED_SUFFIXES[suffix], []).append(name)
+    for remedy, found in kinds.items():
+        log.warning("%d images in %s are ignored, such as %s: %s.", len(found), where, found[0], remedy)
 
 
 def number_classes(names: Sequence[str]) -> tuple[np.ndarray, tuple[str, ...]]:

@@ -248,7 +248,7 @@ class EvaluationBar:
     """A bar over network evaluations; entering it gives the function that advances it by one."""
 
     def __init__(self, request: Request, num: int, *, shown: bool) -> None:
-        from tqdm import tqdm
+        from tqdm.auto import tqdm
 
         total = request.steps * math.ceil(num / request.batch_size)
         # disable=None: no bar where there is no terminal. dopri5 does not know its number of evaluations.

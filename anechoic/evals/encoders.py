@@ -42,6 +42,10 @@ class Encoder:
     batch_size: ClassVar[int] = 256
     batch_size_on_cores: ClassVar[int] = 64
 
+    def batch_size_on(self, device: str) -> int:
+        """On devices of this type."""
+        return self.batch_size_on_cores if device == "cpu" else self.batch_size
+
     @property
     def image_size(self) -> int:
         return self.preprocess.image_size
@@ -58,6 +62,12 @@ class Encoder:
     def prepare(self, images: Tensor, ids: Tensor) -> Tensor:
         """uint8 images (B, C, H, W) of the samples `ids` (B,), on the device -> the network's input."""
         return self.preprocess.apply(images)
+
+    def embed(self, images: Any, **options: Any) -> Any:
+        """Vectors (n, D) of paths, Pillow images, arrays or a folder; options: see evals/embedding.py."""
+        from anechoic.evals.embedding import embed
+
+        return embed(self, images, **options)
 
     def for_part(self, part: int) -> Encoder:
         """The encoder for one part of the data (0: train, 1: test), where what it draws depends on that."""
@@ -103,13 +113,18 @@ def open_encoder(spec: str | Path, *, image_size: int | None = None) -> Encoder:
 
 
 def run_encoder(path: str | Path) -> Encoder:
-    from anechoic.models import build, family_of
     from anechoic.runtime.checkpoint import load
 
-    model = load(path)
+    return encoder_of(load(path), name=Path(path).name or str(path))
+
+
+def encoder_of(model: Any, *, name: str) -> Encoder:
+    """A network of ours that knows its preprocess."""
+    from anechoic.models import build, family_of
+
     if family_of(model.config) in ("uvit", "sit"):
-        raise UserError(f"{path} is a diffusion model, whose features depend on the noise: use anechoic probe --noise.")
-    return Encoder(Path(path).name or str(path), model, model.preprocess, untrained=lambda: build(model.config).eval())
+        raise UserError(f"{name} is a diffusion model, whose features depend on the noise: use anechoic probe --noise.")
+    return Encoder(name, model, model.preprocess, untrained=lambda: build(model.config).eval())
 
 
 # ---- other people's models
@@ -330,22 +345,42 @@ class RawPixels(nn.Module):
 
 
 class FlatTokens(nn.Module):
-    """The patch tokens of an encoder's output as one token (B, 1, N * D): unlike a mean, it keeps the layout."""
+    """The patch tokens of an encoder's output as one token (B, 1, N * D): unlike a mean, it keeps the layout.
+
+    width: N * D channels are summed with random signs into so many, which keeps cosines but for noise of about
+    1 / sqrt(width) (a count sketch; the same signs and places every time). None keeps them all.
+    """
 
     num_prefix_tokens = 0
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, channels: int, width: int | None = None) -> None:
         super().__init__()
         self.network = trunk(model)
         self.blocks = nn.ModuleList([nn.Identity()])
+        self.width = width if width is not None and width < channels else None
+        if self.width is not None:
+            generator = torch.Generator().manual_seed(0)
+            self.register_buffer("places", torch.randint(self.width, (channels,), generator=generator))
+            self.register_buffer("signs", torch.randint(2, (channels,), generator=generator) * 2.0 - 1.0)
 
     def forward(self, images: Tensor) -> Tensor:
         tokens = self.network(images)
-        return self.blocks[0](tokens[:, prefix_tokens(self.network) :].flatten(1)[:, None])
+        if tokens.ndim == 4:
+            tokens = tokens.flatten(2).transpose(1, 2)
+        x = tokens[:, prefix_tokens(self.network) :].flatten(1)
+        if self.width is not None:
+            x = x.new_zeros(len(x), self.width).index_add_(1, self.places, x * self.signs)
+        return self.blocks[0](x[:, None])
 
 
-def flat(encoder: Encoder) -> Encoder:
-    return replace(encoder, name="flat tokens", model=FlatTokens(encoder.model), untrained=None)
+def flat(encoder: Encoder, *, width: int | None = None) -> Encoder:
+    """The encoder whose only vector is all of its patches side by side."""
+    shape = (1, encoder.channels, encoder.image_size, encoder.image_size)
+    with torch.inference_mode():
+        tokens = trunk(encoder.model)(torch.zeros(shape, device=next(encoder.model.parameters()).device))
+    channels = tokens[0].numel() - prefix_tokens(encoder.model) * (tokens.shape[-1] if tokens.ndim == 3 else 0)
+    wrapped = FlatTokens(encoder.model, channels=channels, width=width)
+    return replace(encoder, name="flat tokens", model=wrapped, untrained=None)
 
 
 class ConstantEncoder(nn.Module):

@@ -51,9 +51,11 @@ METRICS = {
     "rank": Metric("anechoic.evals.layer_metrics:rank_metric"),
     "norm": Metric("anechoic.evals.layer_metrics:norm_metric"),
     "echo": Metric("anechoic.evals.layer_metrics:echo_metric"),
+    "crops": Metric("anechoic.evals.label_free:crops_metric"),
     "silhouette": Metric("anechoic.evals.layer_metrics:silhouette_metric"),
     "stream": Metric("anechoic.evals.layer_metrics:stream_metric", of="network"),
     "statistics": Metric("anechoic.evals.layer_metrics:statistics_metric", of="network"),
+    "reconstruction": Metric("anechoic.evals.label_free:reconstruction_metric", of="network"),
     "accuracy": Metric("anechoic.evals.classifier:accuracy_metric", of="network"),
 }
 

@@ -2,16 +2,18 @@
 
 The cache's key is the encoder's weights and preparation and the source's images, so a stale entry cannot be met; a
 checksum tells a damaged one. Files are written as features come, so memory does not grow with the number of images,
-unless the disk refuses: then they are held in memory. It knows neither labels nor metrics.
+unless the disk refuses: then they are held in memory. A pass that was ended goes on where its journal says. It knows
+neither labels nor metrics.
 """
 
 from __future__ import annotations
 
 import os
-import sys
+import time
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from anechoic.data import Augment, Loader, Source, cache_dir
 from anechoic.data.cache import locked
@@ -37,7 +39,10 @@ from anechoic.runtime.files import (
     write_json,
 )
 
-IDS, INDEX = "ids.npy", "index.json"
+IDS, INDEX, UNFINISHED, JOURNAL = "ids.npy", "index.json", "unfinished", "journal.json"
+# Seconds after which a pass writes down how far it is, and the rows that are checked at once.
+MARK_EVERY = 2.0
+ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
@@ -150,33 +155,114 @@ def read(folder: Path, wanted: Sequence[Key], source: Source) -> Features:
 
 def compute(encoder: Encoder, source: Source, wanted: Sequence[Key], folder: Path, **how: Any) -> None:
     """One pass over the source; files take their names, and are listed, only when they are complete."""
-    with write_aside(folder / "pass", folder=True) as temporary:
-        tables = {key: new_table(temporary / file_name(key), len(source), encoder.widths[key[0]]) for key in wanted}
-        ids = fill(encoder, source, tables, still_here=temporary, **how)
-        for key, table in tables.items():
-            table.flush()
-            if len(ids) < len(source):  # unreadable images were left out
-                np.save(temporary / file_name(key), np.array(table[: len(ids)]))
-        np.save(temporary / IDS, ids)
+    unfinished = Unfinished(folder / UNFINISHED, encoder, source, wanted, device=how["device"])
+    with unfinished.going_on() as tables:
+        fill(encoder, source, tables, unfinished=unfinished, **how)
+    unfinished.complete()
     # Nobody reads before the index lists the files, and only the holder of the lock writes.
-    made = {path.name: file_crc(path) for path in (folder / "pass").iterdir()}
+    made = {path.name: file_crc(path) for path in unfinished.folder.glob("*.npy")}
     for name in made:
-        os.replace(folder / "pass" / name, folder / name)
-    remove(folder / "pass")
+        os.replace(unfinished.folder / name, folder / name)
     write_json(folder / INDEX, sealed({"files": {**read_index(folder), **made}}))
+    remove(unfinished.folder)
 
 
-def new_table(path: Path, rows: int, width: int) -> np.memmap:
-    """float32 (rows, width) in a file whose room is taken now: later a full disk could not be told any more."""
-    table = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=(rows, width))
+class Unfinished:
+    """A pass on its way: a table per set of features with room for all, and a journal of how many rows are safe.
+
+    A journal that does not fit what is wanted, or rows that are not those it tells of, are thrown away.
+    """
+
+    def __init__(self, folder: Path, encoder: Encoder, source: Source, wanted: Sequence[Key], *, device: str) -> None:
+        self.folder, self.total = folder, len(source)
+        self.widths = {key: encoder.widths[key[0]] for key in wanted}
+        # Another device computes other last digits, in batches of another size.
+        self.device = pick_device(device).type
+        self.about = {"files": sorted(map(file_name, wanted)), "device": self.device}
+        self.batch_size = encoder.batch_size_on(self.device)
+        self.position = self.rows = self.marked = 0
+        self.crc: dict[str, int] = {}
+
+    @contextmanager
+    def going_on(self) -> Iterator[dict[Key, np.ndarray]]:
+        if not self.restore():
+            remove(self.folder)
+            self.folder.mkdir()
+            self.position = self.rows = 0
+            for name, (width, kind) in self.shapes().items():
+                new_table(self.folder / name, self.total, width, kind)
+            self.crc = dict.fromkeys(self.shapes(), 0)
+        self.marked, self.marked_at = self.rows, time.monotonic()
+        self.tables = {name: np.lib.format.open_memmap(self.folder / name, mode="r+") for name in self.shapes()}
+        yield {key: self.tables[file_name(key)] for key in self.widths}
+        self.mark()
+
+    def shapes(self) -> dict[str, tuple[int, type]]:
+        return {IDS: (0, np.int64), **{file_name(key): (width, np.float32) for key, width in self.widths.items()}}
+
+    def restore(self) -> bool:
+        """Whether the rows that the journal tells of are there."""
+        try:
+            journal = unsealed(read_json(self.folder / JOURNAL))
+            if journal["about"] != self.about or journal["total"] != self.total:
+                return False
+            self.position, self.rows, self.crc = journal["position"], journal["rows"], journal["crc"]
+            tables = {name: np.load(self.folder / name, mmap_mode="r") for name in self.shapes()}
+            return all(rows_crc(table, 0, self.rows) == self.crc[name] for name, table in tables.items())
+        except (OSError, ValueError, KeyError, TypeError):  # a UserError is a ValueError
+            return False
+
+    def add(self, ids: np.ndarray) -> None:
+        """These images are in the tables now."""
+        self.tables[IDS][self.rows : self.rows + len(ids)] = ids
+        self.rows += len(ids)
+        # A batch begins at a multiple of its size, however many of its images could be read.
+        self.position = (int(ids[-1]) // self.batch_size + 1) * self.batch_size
+        os.utime(self.folder)  # processes that wait for this one see that it gets on
+        if time.monotonic() - self.marked_at >= MARK_EVERY:
+            self.mark()
+
+    def mark(self) -> None:
+        """What is in the tables is on the disk, and the journal says so."""
+        for name, table in self.tables.items():
+            table.flush()
+            self.crc[name] = rows_crc(table, self.marked, self.rows, self.crc[name])
+        self.marked, self.marked_at = self.rows, time.monotonic()
+        told = {"about": self.about, "total": self.total, "position": self.position, "rows": self.rows}
+        write_json(self.folder / JOURNAL, sealed({**told, "crc": self.crc}))
+
+    def complete(self) -> None:
+        """Tables as long as they are full: unreadable images were left out."""
+        if self.rows == 0:
+            remove(self.folder)
+            raise UserError("None of the images could be read, so there are no features; check the data.")
+        if self.rows < self.total:
+            for name, table in self.tables.items():
+                with write_aside(self.folder / name) as temporary, open(temporary, "wb") as file:
+                    np.save(file, table[: self.rows])
+        self.tables.clear()
+
+
+def rows_crc(table: np.ndarray, start: int, stop: int, value: int = 0) -> int:
+    """Of these rows, after those whose checksum is `value`."""
+    for first in range(start, stop, ROWS_AT_ONCE):
+        value = zlib.crc32(np.ascontiguousarray(table[first : min(first + ROWS_AT_ONCE, stop)]).data, value)
+    return value
+
+
+def new_table(path: Path, rows: int, width: int, kind: type) -> None:
+    """(rows, width), or (rows,) for width 0, in a file whose room is taken now: later a full disk could not be told."""
+    shape = (rows, width) if width else (rows,)
+    np.lib.format.open_memmap(path, mode="w+", dtype=kind, shape=shape).flush()
     with open(path, "r+b") as file:
         reserve(file.fileno(), path.stat().st_size)
-    return table
 
 
 def compute_in_memory(encoder: Encoder, source: Source, wanted: Sequence[Key], **how: Any) -> Features:
     tables = {key: np.empty((len(source), encoder.widths[key[0]]), np.float32) for key in wanted}
-    ids = fill(encoder, source, tables, **how)
+    ids = np.concatenate(fill(encoder, source, tables, **how) or [np.empty(0, np.int64)])
+    if len(ids) == 0:
+        raise UserError("None of the images could be read, so there are no features; check the data.")
     return Features({key: table[: len(ids)] for key, table in tables.items()}, ids, tuple(source.skipped))
 
 
@@ -185,30 +271,28 @@ def fill(
     source: Source,
     tables: Mapping[Key, np.ndarray],
     *,
-    still_here: Path | None = None,
+    unfinished: Unfinished | None = None,
     device: str,
     workers: int,
     keep_pixels: bool,
-) -> np.ndarray:
-    """Write features into the first rows of each table; returns the ids of the images that could be read.
-
-    still_here: touched now and then, so that processes that wait for this one see that it gets on.
-    """
+) -> list[np.ndarray]:
+    """Write features into the next rows of each table; returns the ids of the images that could be read, by batch."""
     layers = sorted({layer for layer, _ in tables})
     poolings = list(dict.fromkeys(pooling for _, pooling in tables))
     ids: list[np.ndarray] = []
-    stream = batches(encoder, source, device=device, workers=workers, ids=ids, keep_pixels=keep_pixels)
-    done = 0
-    for found in extract_batches(encoder.model, stream, layers=layers, poolings=poolings, forward=encoder.forward):
-        rows = len(next(iter(found.values())))
+    start, done = (0, 0) if unfinished is None else (unfinished.position, unfinished.rows)
+    if start >= len(source):
+        return ids
+    stream = batches(encoder, source, device=device, workers=workers, ids=ids, keep_pixels=keep_pixels, start=start)
+    extracted = extract_batches(encoder.model, stream, layers=layers, poolings=poolings, forward=encoder.forward)
+    for number, found in enumerate(extracted):  # batches may be fetched ahead, but their features come in order
+        rows = len(ids[number])
         for key, table in tables.items():
             table[done : done + rows] = found[key].numpy(force=True)
         done += rows
-        if still_here is not None:
-            os.utime(still_here)
-    if done == 0:
-        raise UserError("None of the images could be read, so there are no features; check the data.")
-    return np.concatenate(ids)
+        if unfinished is not None:
+            unfinished.add(ids[number])
+    return ids
 
 
 def batches(
@@ -219,20 +303,29 @@ def batches(
     workers: int = 0,
     ids: list[np.ndarray] | None = None,
     keep_pixels: bool = True,
+    start: int = 0,
+    augment: Augment | None = None,
+    seed: int = 0,
 ) -> Iterator[Tensor]:
-    """Prepared images on the device, with the model there too; the ids of each batch are appended to `ids`."""
+    """Prepared images on the device, with the model there too; the ids of each batch are appended to `ids`.
+
+    augment: instead of the centre crop, drawn from the seed.
+    """
     where = pick_device(device)
     encoder.model.to(where)
     loader = Loader(
         source,
         image_size=encoder.image_size,
-        batch_size=encoder.batch_size_on_cores if where.type == "cpu" else encoder.batch_size,
-        augment=Augment(kind="centre"),
+        batch_size=encoder.batch_size_on(where.type),
+        augment=augment or Augment(kind="centre"),
+        seed=seed,
         workers=workers,
         build_cache=keep_pixels,
+        start=start,
     )
-    bar = tqdm(loader, total=loader.num_batches, desc=encoder.name, leave=False, disable=not sys.stderr.isatty())
-    for batch in bar:
-        if ids is not None:
-            ids.append(batch.ids.numpy())
-        yield encoder.prepare(batch.images.to(where), batch.ids)
+    bar = tqdm(loader, total=loader.num_batches, desc=encoder.name, leave=False, disable=None)
+    with bar:
+        for batch in bar:
+            if ids is not None:
+                ids.append(batch.ids.numpy())
+            yield encoder.prepare(batch.images.to(where), batch.ids)

@@ -121,7 +121,12 @@ def choose_layers(layers: Sequence[int] | Literal["all"], *, count: int) -> list
 def with_output(stream: list[Tensor], output: object) -> list[Tensor]:
     """The stream, and what the model hands out if that is the last layer's tokens behind a norm."""
     last = stream[-1]
-    if isinstance(output, Tensor) and output.shape == last.shape and not torch.equal(output, last):
+    # NaN is no layer of its own because it differs from itself.
+    if (
+        isinstance(output, Tensor)
+        and output.shape == last.shape
+        and not torch.equal(output.nan_to_num(), last.nan_to_num())
+    ):
         return [*stream, output.detach()]
     return stream
 

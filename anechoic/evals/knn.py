@@ -49,6 +49,11 @@ def nearest(train: np.ndarray | Tensor, queries: np.ndarray | Tensor, *, k: int)
         raise UserError(
             f"Train features have {train.shape[1]} channels, test features {queries.shape[1]}; use one encoder."
         )
+    return nearest_units(train, queries, k=k)
+
+
+def nearest_units(train: Tensor, queries: Tensor, *, k: int) -> Neighbours:
+    """`nearest` of vectors that have length 1 already."""
     if half_is_fast(train.device) and Sieve.pays(len(train), k=k):
         return sieved(train, queries, k=k)
     found = [nearest_to_chunk(train, chunk, k=k) for chunk in queries.split(QUERY_CHUNK)]

@@ -6,7 +6,7 @@ answer for it, so what features keep of the style counts against them. Features 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,28 +16,13 @@ from anechoic.errors import UserError
 from anechoic.evals.analysis import as_tensor
 from anechoic.evals.features import Key
 from anechoic.evals.knn import Neighbours, unit_rows, vote
+from anechoic.evals.whitening import Scaling, rescaled
 
 if TYPE_CHECKING:
     from anechoic.evals.evaluator import Subject
 
-Scaling = Literal["raw", "standardised", "whitened"]
-SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
 NEIGHBOURS = 20
 CHUNK = 2048  # drawings whose similarities are held at once
-# Directions with less than this share of the largest variance are not blown up by whitening.
-FLOOR = 1e-6
-
-
-def rescaled(features: np.ndarray | Tensor, scaling: Scaling) -> Tensor:
-    """(n, D): as they are; each channel to mean 0 and deviation 1; or all directions to the same variance."""
-    x = as_tensor(features).double()
-    if scaling == "raw":
-        return x.float()
-    x = x - x.mean(dim=0)
-    if scaling == "standardised":
-        return (x / x.std(dim=0, correction=0).clamp(min=1e-12)).float()
-    variances, directions = torch.linalg.eigh(x.T @ x / len(x))
-    return (x @ (directions / (variances.clamp(min=0) + FLOOR * variances[-1].clamp(min=1e-30)).sqrt())).float()
 
 
 def retrieval_matrix(features: np.ndarray | Tensor, things: np.ndarray, styles: np.ndarray) -> np.ndarray:
@@ -65,6 +50,31 @@ def retrieval_accuracy(features: np.ndarray | Tensor, things: np.ndarray, styles
     if np.isnan(found).all():
         raise UserError("Retrieval across hands needs a thing that is drawn in two styles: choose more styles.")
     return float(np.nanmean(found))
+
+
+def places(features: np.ndarray | Tensor, things: np.ndarray, styles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(S, S, T) for S styles that all draw the same T things: the column's drawing nearest to the row's drawing of
+    each thing, and at which place (1 is the nearest) the column's drawing of the same thing comes; -1 and 0 on the
+    diagonal. Things are numbered in the order of their numbers.
+    """
+    x, (things, styles) = unit_rows(features, name="test"), checked(features, things, styles)
+    numbers = np.unique(things)
+    rows = [np.flatnonzero(styles == name) for name in np.unique(styles)]
+    rows = [row[np.argsort(things[row], kind="stable")] for row in rows]
+    if any(not np.array_equal(things[row], numbers) for row in rows):
+        raise UserError("Places across hands need every thing drawn once in every style: choose whole styles.")
+    best = np.full((len(rows), len(rows), len(numbers)), -1)
+    place = np.zeros_like(best)
+    before = torch.ones(len(numbers), len(numbers), device=x.device).tril(-1).bool()
+    for i, query in enumerate(rows):
+        for j, bank in enumerate(rows):
+            if i != j:
+                similar = x[query] @ x[bank].T
+                own = similar.diagonal()[:, None]
+                ahead = (similar > own) | ((similar == own) & before)
+                best[i, j] = similar.argmax(dim=1).numpy(force=True)
+                place[i, j] = 1 + ahead.sum(dim=1).numpy(force=True)
+    return best, place
 
 
 def group_accuracy(

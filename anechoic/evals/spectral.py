@@ -7,14 +7,13 @@ Legend: n tokens of a batch, N images, C channels of the assignment, S side of a
 
 from __future__ import annotations
 
-import sys
 import warnings
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from anechoic.errors import UserError
 
@@ -116,7 +115,7 @@ def spectral_tables(tokens: Tensor, options: SpectralOptions) -> Tensor:
     tables = [table.clone().requires_grad_() for table in start]
     average = start
     optimiser = torch.optim.AdamW(tables, lr=options.lr, weight_decay=0.0)
-    for _ in tqdm(range(options.epochs), desc="spectral clustering", leave=False, disable=not sys.stderr.isatty()):
+    for _ in tqdm(range(options.epochs), desc="spectral clustering", leave=False, disable=None):
         for batch in torch.randperm(N, generator=generator).split(options.batch):
             graph = token_graph(flat[batch], neighbours=options.neighbours, threshold=options.threshold)
             a = symmetric_part(graph)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from anechoic.errors import UserError
 from anechoic.exchange.cards import model_card_text
 from anechoic.exchange.layouts import OURS_TO_TIMM, Tensors, rename, timm_to_transformers, transformers_module
+from anechoic.exchange.opened import open_with, set_eps
 from anechoic.models import build
 from anechoic.models.mae import MaskedAutoencoder
 from anechoic.models.network import MARKS
@@ -40,10 +41,11 @@ EPS_FILE = "norm_eps.json"
 
 
 class Exported(NamedTuple):
-    """The folder, and the largest differences from our network on the images that were given."""
+    """The folder, and the largest differences from our network on the images that were given; compared: with what."""
 
     folder: Path
     differences: dict[str, float]
+    compared: str
 
 
 def encoder_of(model: nn.Module) -> Any:
@@ -70,7 +72,7 @@ def largest_difference(a: Callable[..., Tensor], b: Callable[..., Tensor], input
 def to_safetensors(model: Any, folder: Path, images: Tensor) -> Exported:
     write_model(folder, model.state_dict(), model_card(model, model.preprocess))
     inputs = example_inputs(model, images)
-    return Exported(folder, {"reloaded": largest_difference(model, load(folder), inputs)})
+    return Exported(folder, {"reloaded": largest_difference(model, load(folder), inputs)}, "anechoic.load opened it")
 
 
 def example_inputs(model: Any, images: Tensor) -> tuple[Tensor, ...]:
@@ -97,7 +99,8 @@ def to_torch_export(model: Any, folder: Path, images: Tensor) -> Exported:
     path = folder / "model.pt2"
     torch.export.save(_traced(model, images), path)
     reloaded = torch.export.load(path).module()
-    return Exported(folder, {"reloaded": largest_difference(model, reloaded, example_inputs(model, images))})
+    difference = largest_difference(model, reloaded, example_inputs(model, images))
+    return Exported(folder, {"reloaded": difference}, f"torch {torch.__version__} opened {path.name}")
 
 
 def to_onnx(model: Any, folder: Path, images: Tensor) -> Exported:
@@ -126,7 +129,7 @@ def to_onnx(model: Any, folder: Path, images: Tensor) -> Exported:
         "onnxruntime": largest_difference(model, run, inputs),
         "onnxruntime, one image": largest_difference(model, run, single),
     }
-    return Exported(folder, differences)
+    return Exported(folder, differences, f"onnxruntime {onnxruntime.__version__} opened {path.name}")
 
 
 # ---- timm and transformers
@@ -207,12 +210,22 @@ def with_one_eps(plain: VisionTransformer, eps: float) -> VisionTransformer:
     return copied
 
 
-def _differences(model: VisionTransformer, plain: VisionTransformer, images: Tensor, eps: float) -> dict[str, float]:
+def _compared(
+    library: str, folder: Path, model: VisionTransformer, plain: VisionTransformer, images: Tensor
+) -> tuple[dict[str, float], str]:
+    """The written folder, opened by the library, beside our network; where that cannot be, the weights in memory."""
     reference = with_final_norm(model)
-    return {
-        "with an eps per norm": largest_difference(reference, plain, (images,)),
-        "with one eps": largest_difference(reference, with_one_eps(plain, eps), (images,)),
-    }
+    opened = open_with(library, folder, classifies=plain.config.num_classes > 0)
+    if isinstance(opened, str):
+        one_eps = largest_difference(reference, with_one_eps(plain, common_eps(plain)), (images,))
+        each_eps = largest_difference(reference, plain, (images,))
+        words = f"only our own copy of the weights in memory, since {opened}"
+    else:
+        one_eps = largest_difference(reference, opened.run, (images,))
+        set_eps(opened.network, json.loads((folder / EPS_FILE).read_text()))
+        each_eps = largest_difference(reference, opened.run, (images,))
+        words = f"{opened.words} opened the written folder"
+    return {"with an eps per norm": each_eps, "with one eps": one_eps}, words
 
 
 def common_eps(plain: VisionTransformer) -> float:
@@ -223,7 +236,6 @@ def common_eps(plain: VisionTransformer) -> float:
 def to_timm(model: Any, folder: Path, images: Tensor) -> Exported:
     """A folder for timm.create_model("local-dir:FOLDER", pretrained=True)."""
     plain = as_plain_vit(model)
-    differences = _differences(model, plain, images, common_eps(plain))
     arguments = timm_arguments(plain.config)
     how = model.preprocess
     channels, (height, width) = plain.config.in_channels, plain.config.size
@@ -243,9 +255,10 @@ def to_timm(model: Any, folder: Path, images: Tensor) -> Exported:
         },
     }
     _write(folder, timm_tensors(plain), {"config.json": card, EPS_FILE: eps_by_norm(plain)})
+    differences, compared = _compared("timm", folder, model, plain, images)
     card_text = model_card_text("timm", plain.config, differences, folded=is_decayed(model))
     (folder / "README.md").write_text(card_text)
-    return Exported(folder, differences)
+    return Exported(folder, differences, compared)
 
 
 def to_transformers(model: Any, folder: Path, images: Tensor) -> Exported:
@@ -256,7 +269,6 @@ def to_transformers(model: Any, folder: Path, images: Tensor) -> Exported:
         raise UserError("transformers' ViT classifies by its class token: export this classifier to timm.")
     if config.size[0] != config.size[1]:
         raise UserError("transformers' ViT is declared for square images: export this network to timm.")
-    differences = _differences(model, plain, images, common_eps(plain))
     classifies = config.num_classes > 0
     tensors = timm_to_transformers(timm_tensors(plain))
     if not classifies:
@@ -273,9 +285,10 @@ def to_transformers(model: Any, folder: Path, images: Tensor) -> Exported:
         EPS_FILE: eps,
     }
     _write(folder, tensors, files)
+    differences, compared = _compared("transformers", folder, model, plain, images)
     card_text = model_card_text("transformers", config, differences, folded=is_decayed(model))
     (folder / "README.md").write_text(card_text)
-    return Exported(folder, differences)
+    return Exported(folder, differences, compared)
 
 
 def transformers_settings(config: ViTConfig, eps: float) -> dict[str, Any]:
@@ -347,4 +360,4 @@ def export_model(model: Any, folder: Path, *, to: str, images: Tensor) -> Export
         raise UserError(f"{folder} exists already: choose another --out.")
     with write_aside(folder, folder=True) as temporary:
         exported = TARGETS[to](model, temporary, images)
-    return Exported(folder, exported.differences)
+    return exported._replace(folder=folder)

@@ -65,7 +65,16 @@ def model_config(name: str, **options: Any) -> NetworkConfig:
             f"There is no model {name!r}; {nearest_name(name, MODELS, offered=3)} (anechoic models lists all)"
         )
     family, size = MODELS[name]
-    return _config(family, {**size, **options}, what=name)
+    kinds = hints(FAMILIES[family][0])
+    fitting = {
+        key: checked(_plain(value), kinds[key], key) if key in kinds else value for key, value in options.items()
+    }
+    return _config(family, {**size, **fitting}, what=name)
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy as Python's."""
+    return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0 else value
 
 
 def _config(family: str, options: dict[str, Any], *, what: str) -> NetworkConfig:

@@ -252,7 +252,7 @@ class MaskedAutoencoder(Network):
 
     def encode(self, patches: Tensor, grid: tuple[int, int], keep: Tensor) -> list[Tensor]:
         """The encoder tensors (B, 1 + K, E) the decoder hears: the skip sources, deepest first, or the final output."""
-        x = self.encoder.embed(patches, grid, keep)
+        x = self.encoder.embed_tokens(patches, grid, keep)
         outputs = {}
         for i, block in enumerate(self.encoder.blocks):
             x = block(x)

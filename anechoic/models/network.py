@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -151,10 +151,21 @@ class Network(nn.Module):
     """
 
     config: NetworkConfig
+    # Reading images is a matter of rooms above, which put their function here (evals/embedding.py).
+    embedder: ClassVar[Callable[..., Any] | None] = None
 
     def __init__(self, config: NetworkConfig) -> None:
         super().__init__()
         self.config = config
+
+    def embed(self, images: Any, **options: Any) -> Any:
+        """One vector per image (n, D): of a path, a folder, a Pillow image, an array or a list of such; unmasked.
+
+        options: layer=-1, pooling="class" | "mean" | "all", device="auto", workers=0.
+        """
+        if Network.embedder is None:
+            raise UserError("Networks embed images once they come from anechoic.load.")
+        return Network.embedder(self, images, **options)
 
     def mark(self, shortcuts: Sequence[Shortcut]) -> None:
         if any(shortcut.learnable for shortcut in shortcuts):

@@ -115,7 +115,7 @@ class FrozenTransformer:
         """Normalised images (B, C, h, w) -> each layer's tokens (B, N, D), handed to keep before they are changed."""
         check_images(images, self.model.config.in_channels)
         p = self.model.config.patch_size
-        x = self.model.embed(patchify(images, p), (images.shape[2] // p, images.shape[3] // p))
+        x = self.model.embed_tokens(patchify(images, p), (images.shape[2] // p, images.shape[3] // p))
         keep(x, 0)
         for number, block in enumerate(self.blocks, 1):
             x = block(x, rows=1 if self.class_only and number == len(self.blocks) else None)

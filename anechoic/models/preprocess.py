@@ -1,4 +1,4 @@
-"""How images become a network's input and back: the only place that normalises pixels.
+"""How images become a network's input and back: the only place that cuts to its size and normalises pixels.
 
 A model directory carries it in its config.json, so whoever uses the weights prepares images as they were trained on.
 """
@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from anechoic.errors import UserError
+from anechoic.models.pixels import as_pixels
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,59 @@ class Preprocess:
         """Pixel values (B, C, H, W) in 0 .. 1 -> as the network sees them: what `invert` undoes."""
         return normalise(pixels, self.mean, self.std)
 
-    __call__ = apply
+    def __call__(self, images: Any) -> Tensor:
+        """Pictures of any size -> the network's input (B, C, image_size, image_size), as it is evaluated.
+
+        A Pillow image, an array (H, W, C) or (B, H, W, C), a uint8 tensor (C, H, W) or (B, C, H, W), or a list of
+        them. What is no pixels (a tensor of floats) stays as it is.
+        """
+        if isinstance(images, Tensor) and images.dtype != torch.uint8:
+            return self.apply(images)
+        return self.apply(torch.stack([self.cut(pixels) for pixels in self.pixels(images)]))
+
+    def pixels(self, images: Any) -> list[Tensor]:
+        """Each picture as uint8 (C, H, W)."""
+        several = isinstance(images, list | tuple) or getattr(images, "ndim", 0) == 4
+        return [as_pixels(image, channels=self.channels) for image in (images if several else [images])]
+
+    def cut(self, pixels: Tensor) -> Tensor:
+        """uint8 (C, H, W) -> (C, image_size, image_size): the shorter side resized, then the middle."""
+        height, width = pixels.shape[1:]
+        return middle(pixels, self.image_size, shorter=evaluation_side(height, width, self.image_size))
+
+    def __str__(self) -> str:
+        mean, std = (", ".join(f"{value:.4g}" for value in values) for values in (self.mean, self.std))
+        return (
+            f"shorter side to {round(self.image_size * MARGIN)} (bicubic, antialiased; smaller images are enlarged to "
+            f"{self.image_size} only), centre {self.image_size} x {self.image_size}, {self.channels} channels, "
+            f"divided by 255, minus ({mean}), divided by ({std})"
+        )
+
+
+MARGIN = 256 / 224
+
+
+def evaluation_side(height: int, width: int, image_size: int) -> int:
+    """The shorter side before the middle is cut: with a margin, but no image is enlarged to get it."""
+    return min(round(image_size * MARGIN), max(image_size, min(height, width)))
+
+
+def middle(image: Tensor, image_size: int, *, shorter: int) -> Tensor:
+    """uint8 (C, H, W): the shorter side resized, then the centre square of image_size."""
+    height, width = image.shape[1:]
+    if min(height, width) != shorter:
+        longer = int(shorter * max(height, width) / min(height, width))
+        height, width = (shorter, longer) if height <= width else (longer, shorter)
+        image = resize(image, height, width)
+    top, left = round((height - image_size) / 2), round((width - image_size) / 2)
+    return image[:, top : top + image_size, left : left + image_size]
+
+
+def resize(image: Tensor, height: int, width: int) -> Tensor:
+    """uint8 (C, H, W) -> uint8 (C, height, width), bicubic, antialiased; the image itself if it has that size."""
+    if image.shape[1:] == (height, width):
+        return image
+    return F.interpolate(image[None], size=(height, width), mode="bicubic", antialias=True)[0]
 
 
 def normalise(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:

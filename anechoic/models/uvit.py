@@ -121,7 +121,7 @@ class UViT(Network):
 
     def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
         check_images(x, self.config.in_channels, self.config.size)
-        x = self.embed(x, t, labels)
+        x = self.embed_tokens(x, t, labels)
         taps = []
         for block in self.in_blocks:
             x = block(x)
@@ -133,7 +133,7 @@ class UViT(Network):
         image = unpatchify(patches, self.config.patch_size, self.config.grid_size)
         return image if self.final_conv is None else self.final_conv(image)
 
-    def embed(self, x: Tensor, t: Tensor, labels: Tensor | None) -> Tensor:
+    def embed_tokens(self, x: Tensor, t: Tensor, labels: Tensor | None) -> Tensor:
         """-> stream (B, [label,] time, patches; D)"""
         patches = self.patch_embed(patchify(x, self.config.patch_size))
         tokens = [time_embedding(t, self.config.dim).to(patches.dtype)[:, None], patches]

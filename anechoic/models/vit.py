@@ -127,12 +127,12 @@ class VisionTransformer(Network):
         check_images(images, self.config.in_channels)
         H, W = images.shape[2:]
         p = self.config.patch_size
-        x = self.embed(patchify(images, p), (H // p, W // p))
+        x = self.embed_tokens(patchify(images, p), (H // p, W // p))
         for block in self.blocks:
             x = block(x)
         return x if self.norm is None else self.norm(x)
 
-    def embed(self, patches: Tensor, grid: tuple[int, int], keep: Tensor | None = None) -> Tensor:
+    def embed_tokens(self, patches: Tensor, grid: tuple[int, int], keep: Tensor | None = None) -> Tensor:
         """Patches (B, N, p*p*C) -> stream (B, 1 + N, D); with keep (B, K) only those patches are embedded."""
         of_class, of_patches = self.positions_for(grid)
         if keep is not None:

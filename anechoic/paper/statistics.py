@@ -8,42 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over n seeds; half: half the width of its 95 % interval, None if it cannot be told from one seed."""
-
-    mean: float
-    half: float | None
-    n: int
-
-    def __str__(self) -> str:
-        return f"{self.mean:.2f}" + (f" ± {self.half:.2f}" if self.half is not None else "")
-
-    @property
-    def sign(self) -> int:
-        """1 or -1 where the interval excludes 0, else 0."""
-        if self.half is None or abs(self.mean) <= self.half:
-            return 0
-        return 1 if self.mean > 0 else -1
-
-
-def estimate(values: Iterable[float]) -> Estimate:
-    from scipy.stats import t
-
-    numbers = [float(value) for value in values]
-    n = len(numbers)
-    if n < 2:
-        return Estimate(numbers[0] if numbers else math.nan, None, n)
-    half = float(t.ppf(0.975, n - 1)) * float(np.std(numbers, ddof=1)) / math.sqrt(n)
-    return Estimate(float(np.mean(numbers)), half, n)
+from anechoic.report.estimates import Estimate, estimate
 
 
 class Records:

@@ -30,6 +30,8 @@ from anechoic.runtime.files import read_json, write_json
 ATTEMPTS = 2
 POLL = 0.2
 REDRAW = 2.0
+# Seconds between two lines where there is no terminal.
+TELL_EVERY = 60.0
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
         place = plain
         for section in sections:
             if not isinstance(place.get(section), dict):
-                raise UserError(f"There is no setting {name} to vary: choose one of {', '.join(known)}.")
+                raise UserError(f"There is no setting {name}: choose one of {', '.join(known)}.")
             place = place[section]
         place[last] = value
     return from_json(plain)
@@ -236,7 +238,7 @@ def duration(seconds: float) -> str:
 
 
 class Table:
-    """The sweep as it goes: on a terminal a table drawn over itself, elsewhere one line for each trial that ends."""
+    """The sweep as it goes: on a terminal a table drawn over itself, elsewhere a line now and then and at each end."""
 
     def __init__(
         self,
@@ -271,9 +273,22 @@ class Table:
         left = duration(self.left([]) / max(1, len(available_cores())))
         print(f"{over} of {len(self.trials)}  {name} {state}; about {left} left", file=self.out, flush=True)
 
+    def tell(self, running: Sequence[Job], now: float) -> None:
+        """Now and then a line of what runs, where nothing can be drawn over."""
+        if now - max(self.drawn, self.began) < TELL_EVERY or not running:
+            return
+        self.drawn = now
+        over = len(self.progress.done) + len(self.progress.skipped)
+        parts = ", ".join(f"{job.trial.name} {100 * self.share(job.trial):.0f} %" for job in running)
+        left = duration(self.left(running) / len(running))
+        print(f"{over} of {len(self.trials)}  running {parts}; about {left} left", file=self.out, flush=True)
+
     def draw(self, running: Sequence[Job], *, last: bool = False) -> None:
         now = time.perf_counter()
-        if not self.out.isatty() or (now - self.drawn < REDRAW and not last):
+        if not self.out.isatty():
+            self.tell(running, now)
+            return
+        if now - self.drawn < REDRAW and not last:
             return
         self.drawn = now
         lines = [

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from anechoic.paper.grids import Grid
-from anechoic.paper.pages import baseline_of, line, signed
+from anechoic.paper.pages import baseline_of
 from anechoic.paper.statistics import Estimate, Records
+from anechoic.paper.tables import line, signed
 
 SEARCHED = ("table2", "table3b", "long-blocks", "early", "search", "axes", "remedies")
 MEASURES = {

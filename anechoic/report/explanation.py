@@ -18,6 +18,7 @@ from anechoic.data import Subset
 from anechoic.evals.analysis import eigenvector_colours, tsne
 from anechoic.evals.encoders import Encoder
 from anechoic.evals.evaluator import Subject
+from anechoic.evals.exploring import sampled
 from anechoic.evals.feature_cache import batches
 from anechoic.evals.features import patch_maps
 from anechoic.evals.knn import nearest
@@ -30,14 +31,6 @@ CURVES = {
     "cka": "CKA with the embedding",
 }
 QUERIES, NEIGHBOURS, CLASSES, POINTS = 6, 5, 10, 2000
-
-
-def sampled(count: int, wanted: int, *, seed: int) -> np.ndarray:
-    """At most `wanted` indices of `count`: one drawn from each of so many equal stretches."""
-    wanted = min(count, wanted)
-    ends = np.linspace(0, count, wanted + 1)
-    share = np.random.default_rng(seed).random(wanted)
-    return np.floor(ends[:-1] + share * np.diff(ends)).astype(np.int64)
 
 
 def draw_all(subject: Subject, rows: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:

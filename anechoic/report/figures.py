@@ -171,6 +171,35 @@ def draw_layers(
 
 
 @styled
+def draw_decay(alphas: Mapping[str, Sequence[float]], path: str | Path) -> list[Path]:
+    """name -> alpha of every branch: alpha over depth, and the running product, which is what is left of the input."""
+    figure, axes = panels(1, 2, width=3.6, height=2.7)
+    for i, (name, values) in enumerate(alphas.items()):
+        axes[0, 0].plot(range(len(values)), values, **line_style(i), markevery=max(1, len(values) // 6), label=name)
+        left = np.cumprod(values)
+        axes[0, 1].plot(range(len(left)), left, **line_style(i), markevery=max(1, len(left) // 6))
+    axes[0, 0].set(xlabel="residual branch", title="alpha", ylim=(0, 1.05))
+    axes[0, 1].set(xlabel="residual branch", title="share of the input on the identity path", yscale="log")
+    legend_below(figure, axes[0, 0])
+    return save(figure, path)
+
+
+@styled
+def draw_sheet(
+    pictures: np.ndarray, path: str | Path, *, rows: Sequence[str] = (), columns: Sequence[str] = ()
+) -> list[Path]:
+    """pictures (rows, columns, H, W, C) in 0 .. 1, with a name for each row and column."""
+    height, width = pictures.shape[:2]
+    figure, axes = panels(height, width, width=0.85, height=0.95 if columns else 0.72)
+    for i in range(height):
+        for j in range(width):
+            show(axes[i, j], pictures[i, j], title=columns[j] if columns and i == 0 else "")
+        if rows:
+            axes[i, 0].text(-0.15, 0.5, rows[i], transform=axes[i, 0].transAxes, ha="right", va="center")
+    return save(figure, path)
+
+
+@styled
 def draw_curves(
     curves: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]], path: str | Path, *, xlabel: str
 ) -> list[Path]:

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 from anechoic.report.tables import cell
 from anechoic.runtime.files import write_aside
 
+# Groups on a map differ in colour, then in shape too (page.js draws the same); longer legends are left out.
+COLOURS, SHAPES, MAX_LEGEND = 7, "●■▲◆", 28
 ASSETS = Path(__file__).parent / "assets"
 MIME = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"RIFF": "image/webp", b"<svg": "image/svg+xml"}
 
@@ -123,6 +125,10 @@ def note(text: str, *more: str, kind: str = "") -> Html:
 def heading(text: str) -> Html:
     """Inside a section."""
     return _element("h3", text)
+
+
+def paragraph(text: str) -> Html:
+    return _element("p", text)
 
 
 def joined(*parts: str) -> Html:
@@ -268,7 +274,7 @@ def point_map(
         "sheet": sheet._asdict(),
         "neighbours": neighbours,
     }
-    counts = [data["group"].count(i) for i in range(len(groups))]
+    counts = [sum(number == i for number in group) for i in range(len(groups))]
     options = "".join(
         f'<option value="{i}">{escape(name)} ({count})</option>'
         for i, (name, count) in enumerate(zip(groups, counts, strict=True))
@@ -290,10 +296,16 @@ def point_map(
         f'<div class="stage"><canvas tabindex="0" role="img" aria-label="{escape(caption)}"></canvas>'
         '<div class="tip" hidden role="status"></div></div>'
     )
+    legend = "".join(
+        f'<span><b style="color:var(--c{i % COLOURS})">{SHAPES[i // COLOURS % len(SHAPES)]}</b> {escape(name)}</span>'
+        for i, name in enumerate(groups)
+        if counts[i]
+    )
     help_text = "Point at a mark, or use the arrow keys on the map; + and − zoom, dragging moves."
     help_text += " Click or press Enter for the nearest images." if neighbours is not None else ""
+    told = f'<div class="legend">{legend}</div>' if 1 < len(groups) <= MAX_LEGEND else ""
     return Html(
-        f'<figure class="map">{embedded(data)}{controls}{stage}<div class="picked" aria-live="polite"></div>'
+        f'<figure class="map">{embedded(data)}{controls}{stage}{told}<div class="picked" aria-live="polite"></div>'
         f"<figcaption>{safe(caption)} {escape(help_text)}</figcaption></figure>"
     )
 

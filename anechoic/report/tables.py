@@ -28,3 +28,12 @@ def cell(value: Any) -> str:
 def percent(value: float) -> float:
     """0.83215 -> 83.22, as accuracies are written."""
     return round(100 * value, 2)
+
+
+def duration(seconds: float) -> str:
+    """75.2 -> "1 min 15 s", as people say it."""
+    whole = round(seconds)
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

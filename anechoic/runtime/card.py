@@ -18,6 +18,8 @@ from anechoic.models.preprocess import Preprocess
 from anechoic.runtime.untrusted import of_kind
 
 FORMAT = "anechoic/1"
+# Whose folder it is -> what its config.json has.
+FOREIGN = {"timm": "pretrained_cfg", "transformers": "model_type", "diffusers": "_diffusers_version"}
 
 
 def network_of(card: Any, tensors: Mapping[str, Tensor], *, where: str) -> Network:
@@ -36,6 +38,12 @@ def network_of(card: Any, tensors: Mapping[str, Tensor], *, where: str) -> Netwo
 def config_of(card: Any, *, where: str) -> NetworkConfig:
     if not isinstance(card, dict) or card.get("format") != FORMAT:
         found = card.get("format") if isinstance(card, dict) else card
+        library = next((name for name, mark in FOREIGN.items() if isinstance(card, dict) and mark in card), None)
+        if library is not None:
+            raise UserError(
+                f"{where} is written for {library}, which opens it: load the run it was exported from (of a hub-folder "
+                f"the folder `anechoic` in it), or take it over with anechoic import-weights {where} --out models/new."
+            )
         raise UserError(f"{where} has the format {found!r:.60}; this version reads {FORMAT!r}.")
     return from_json(of_kind(card, "config", dict, where=where))
 

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from anechoic.errors import UserError
+from anechoic.errors import UserError, nearest_name
 from anechoic.models import family_of, to_json
 from anechoic.models.network import Network, check_marks
 from anechoic.models.preprocess import Preprocess
@@ -257,7 +257,7 @@ def model_directory(path: str | Path) -> Path:
     """Where the weights are: the directory itself, a finished run's `model`, or a run's newest good checkpoint."""
     path = Path(path)
     if not path.is_dir():
-        raise UserError(f"There is no run or model directory {path}.")
+        raise UserError(f"There is no run or model directory {path}{hint(path)}")
     if (path / "model.safetensors").exists() or in_parts(path):
         return path
     # A run that goes on after its weights were exported has newer ones.
@@ -266,8 +266,23 @@ def model_directory(path: str | Path) -> Path:
         return path / "model"
     found = latest(path / "checkpoints")
     if found is None:
+        for_others = [name for name in ("model.onnx", "model.pt2") if (path / name).exists()]
+        if for_others:
+            raise UserError(f"{path} holds {for_others[0]}, for other programs: load the run it was exported from.")
         raise UserError(f"{path} holds no weights: it is no run, model or checkpoint directory, or has not saved yet.")
     return found[0]
+
+
+def is_model(path: str | Path) -> bool:
+    """Whether weights are to be had here, by the names of its files."""
+    path = Path(path)
+    return any((path / name).exists() for name in ("model.safetensors", "ema.safetensors", "model", "checkpoints"))
+
+
+def hint(path: Path) -> str:
+    """The end of a sentence about a run that does not exist: the nearest ones that do."""
+    near = sorted(str(item) for item in path.parent.iterdir() if is_model(item)) if path.parent.is_dir() else []
+    return f"; {nearest_name(str(path), near)}" if near else "."
 
 
 def load(path: str | Path) -> Any:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from anechoic.errors import UserError
 from anechoic.runtime.run import VALIDATION

@@ -79,7 +79,7 @@ def read_frozen_config(path: Path) -> dict[str, Any] | None:
 
     A missing or unreadable config.json is taken from its copy in env.json; one that says something else is refused.
     """
-    copy = _environment(path).get("config")
+    copy = read_environment(path).get("config")
     file = path / "config.json"
     if not file.exists() and copy is None:
         if any((path / "checkpoints").glob("[0-9]*")):
@@ -99,7 +99,7 @@ def read_frozen_config(path: Path) -> dict[str, Any] | None:
     return config
 
 
-def _environment(path: Path) -> dict[str, Any]:
+def read_environment(path: Path) -> dict[str, Any]:
     """env.json, or nothing if it is missing or damaged: no result depends on it."""
     file = path / "env.json"
     if not file.exists():
@@ -108,6 +108,26 @@ def _environment(path: Path) -> dict[str, Any]:
         return unsealed(read_json(file))
     except ValueError:  # as a UserError is one
         return {}
+
+
+def holder(path: Path) -> int | None:
+    """The process of this machine that owns the run directory now; None if there is none, or it runs elsewhere."""
+    lock = FileLock(path / ".lock", timeout=0, thread_local=False)
+    try:
+        with lock:
+            return None
+    except Timeout:
+        pass
+    except OSError:  # a directory that cannot be written has no lock to hold
+        return None
+    try:
+        words = (path / ".owner").read_text(errors="replace").split()
+    except OSError:
+        return None
+    match words:
+        case ["process", number, "on", host] if number.isdecimal() and host == socket.gethostname():
+            return int(number)
+    return None
 
 
 class Run:
@@ -157,7 +177,7 @@ class Run:
 
     def start(self, config: dict[str, Any]) -> None:
         """Freeze the config (once) and note when, where and how this process started."""
-        before = _environment(self.path)
+        before = read_environment(self.path)
         if not before and (self.path / "env.json").exists():
             log.warning("%s is damaged; a new one is begun.", self.path / "env.json")
         now = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "host": socket.gethostname(), "command": sys.argv}
@@ -175,7 +195,7 @@ class Run:
 
     def _note(self, **fields: Any) -> None:
         """env.json with these fields replaced."""
-        environment = {"machine": machine(), "commit": commit(), **_environment(self.path), **fields}
+        environment = {"machine": machine(), "commit": commit(), **read_environment(self.path), **fields}
         write_json(self.path / "env.json", sealed(environment))
 
     # ---- metrics
@@ -264,7 +284,7 @@ class Run:
         """Why a run that has ended is not whole any more; None if it is."""
         if not _readable(self.path / "results.json"):
             return "results.json cannot be read"
-        files = _environment(self.path).get("files") or dict.fromkeys(RESULT_FILES)
+        files = read_environment(self.path).get("files") or dict.fromkeys(RESULT_FILES)
         for name, expected in files.items():
             path = self.path / name
             if not path.is_file():

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from anechoic.errors import UserError
+from anechoic.errors import UserError, nearest_name
 from anechoic.models import build
 from anechoic.models.layers import zero_branch_outputs
 from anechoic.models.network import MARKS, Network, NetworkConfig
@@ -22,6 +22,8 @@ from anechoic.shortcut import AlphaMin, Shortcut, Stream, shortcut_factors
 from anechoic.surgery import blocks
 from anechoic.surgery.algebra import Factors, edits, rescale
 from anechoic.surgery.blocks import Found
+
+ONLY = ("attention", "mlp")
 
 
 class ShortcutInfo(NamedTuple):
@@ -36,6 +38,7 @@ class ShortcutInfo(NamedTuple):
 
 def shortcuts(model: nn.Module) -> list[ShortcutInfo]:
     """Every shortcut of the residual stream, in execution order; in a network not yet decayed, where they would be."""
+    check_network(model, "shortcuts")
     all_found = _find(model)
     if not all_found:
         model = copy.deepcopy(model)
@@ -88,6 +91,13 @@ def decay(
     outputs, for training from scratch. only restricts the decay to one kind of branch. A listed schedule has one alpha
     per branch.
     """
+    check_network(model, "decay")
+    if only not in (None, *ONLY):
+        raise UserError(
+            f"only restricts the decay to one kind of branch, not {only!r}; {nearest_name(str(only), ONLY)}"
+        )
+    if alpha_min != "auto" and (not isinstance(alpha_min, int | float) or isinstance(alpha_min, bool)):
+        raise UserError(f"alpha_min is a number from 0 to 1 or 'auto', not {alpha_min!r}.")
     if preserve and zero_init:
         raise UserError("preserve=True keeps what the network computes and zero_init=True erases it: choose one.")
     if isinstance(model, Network):
@@ -110,6 +120,12 @@ def decay(
         if zero_init:
             zero_branch_outputs(found.describe().events)
     return decayed
+
+
+def check_network(model: Any, verb: str) -> None:
+    if not isinstance(model, nn.Module):
+        by_name = f": anechoic.{verb}(anechoic.build_model({model!r}))" if isinstance(model, str) else ""
+        raise UserError(f"{verb} takes a network (torch.nn.Module), not {type(model).__name__} {model!r:.60}{by_name}.")
 
 
 def streams(model: nn.Module) -> list[Found]:

@@ -76,8 +76,8 @@ def check(config: Config) -> None:
         raise UserError("Only transformers are shared out over processes, block by block: set fsdp to false.")
 
 
-def describe(config: Config, model: nn.Module, run_dir: Path, *, seen: int) -> str:
-    """The frozen config, a line per section, and what it comes to."""
+def describe(config: Config, model: nn.Module, run_dir: Path, *, seen: int, brief: bool = False) -> str:
+    """What the run comes to in one line and, unless brief, the frozen config, a line per section."""
     sections = {name: value for name, value in to_json(config).items() if isinstance(value, dict)}
     lines = [
         f"  {name}: " + ", ".join(f"{key} {value}" for key, value in section.items())
@@ -88,9 +88,8 @@ def describe(config: Config, model: nn.Module, run_dir: Path, *, seen: int) -> s
     weights = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     left = (config.optim.samples - seen) // config.optim.batch_size
     start = f"going on after {seen:,} samples" if seen else "starting"
-    return "\n".join(
-        [f"{run_dir}: {start}, {weights:,} weights, {left:,} updates to go", *lines, "  " + ", ".join(rest)]
-    )
+    summary = f"{run_dir}: {start}, {weights:,} weights, {left:,} updates to go"
+    return summary if brief else "\n".join([summary, *lines, "  " + ", ".join(rest)])
 
 
 def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:

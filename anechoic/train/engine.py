@@ -69,16 +69,16 @@ class DivergedError(UserError):
 # ---- the loop
 
 
-def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[str, Any]:
+def fit(config: Config, run_dir: str | Path, *, verbose: bool = False, brief: bool = False) -> dict[str, Any]:
     """Train what the config says in run_dir, or go on with it, and return the content of its results.json.
 
     A finished run returns its results at once. After SIGTERM or Ctrl-C it saves, then raises InterruptedRun. verbose
-    shows the frozen config and the progress on the standard error stream.
+    shows the frozen config (brief: one line of it) and the progress on the standard error stream.
     """
     run_dir = Path(run_dir)
     devices = number_of_processes(config, run_dir)
     if devices > 1 and not under_launcher():
-        return launch(partial(fit, verbose=verbose), config, run_dir, devices=devices)
+        return launch(partial(fit, verbose=verbose, brief=brief), config, run_dir, devices=devices)
 
     with ExitStack() as stack:
         stack.enter_context(naming_killed_workers())
@@ -152,7 +152,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False) -> dict[s
             seen, sums = state["seen"], state["sums"]
         from_first(world, lambda: start(run, config, found))
         if run is not None and verbose:
-            print(describe(config, model, run_dir, seen=seen), file=sys.stderr, flush=True)
+            print(describe(config, model, run_dir, seen=seen, brief=brief), file=sys.stderr, flush=True)
         resumed = found is not None
 
         # Data: what is trained on, in an order that is a function of (seed, seen); what is only looked at.

@@ -220,8 +220,9 @@
     words(i) {
       const text = document.createElement("div");
       const strong = document.createElement("b");
-      strong.textContent = this.data.groups[this.data.group[i]];
-      text.append(strong, document.createElement("br"), this.data.name[i]);
+      const group = this.data.groups[this.data.group[i]], name = this.data.name[i];
+      strong.textContent = group;
+      text.append(strong, document.createElement("br"), name.startsWith(`${group}/`) ? name.slice(group.length + 1) : name);
       return text;
     }
 
