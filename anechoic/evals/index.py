@@ -1,6 +1,6 @@
 """The index of a collection: one vector per image, kept beside the feature cache, and the search in it.
 
-It belongs to an encoder, a layer and a pooling on one place of images. Added images are embedded and removed ones left
+It belongs to an encoder, a layer and a vector of it on one place of images. Added images are embedded and removed ones left
 out when it is opened again; other weights mean other vectors, so then all are. Search is exact.
 """
 
@@ -64,15 +64,15 @@ def open_index(
     *,
     encoder_name: str,
     place: str,
-    pooling: Vector = VECTOR,
+    vector: Vector = VECTOR,
     layer: int = -1,
     device: str = "auto",
     workers: int = 0,
 ) -> Index:
     """Read, extend or build the index of this place (a path or the name of a source) by this encoder."""
-    what = digest("index", absolute(encoder_name), absolute(place), layer, pooling, source.channels)
-    encoder, pooled = encoder_for(encoder, pooling, layer)
-    (number,) = choose_layers((-1 if pooling == "flat" else layer,), count=len(encoder.widths))
+    what = digest("index", absolute(encoder_name), absolute(place), layer, vector, source.channels)
+    encoder, pooled = encoder_for(encoder, vector, layer)
+    (number,) = choose_layers((-1 if vector == "flat" else layer,), count=len(encoder.widths))
     folder = cache_dir() / "index" / what
     how: dict[str, Any] = {"layers": (number,), "poolings": (pooled,), "device": device, "workers": workers}
     keys = identities(source)
