@@ -1,7 +1,7 @@
 """The index of a collection: one vector per image, kept beside the feature cache, and the search in it.
 
-It belongs to an encoder, a layer and a vector of it on one place of images. Added images are embedded and removed ones left
-out when it is opened again; other weights mean other vectors, so then all are. Search is exact.
+It belongs to an encoder, a layer and a kind of vector on one place of images. Added images are embedded and removed
+ones left out when it is opened again; other weights mean other vectors, so then all are. Search is exact.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ FLAT_WIDTH = 512
 # What searched best on held-out labels (results/search-vectors.json, docs/finding.md).
 VECTOR: Vector = "flat"
 SCALING: Scaling = "standardised"
-ROWS_PER_CHANNEL = 2
 
 VECTORS, KEYS, CARD = "vectors.npy", "keys.npy", "index.json"
 
@@ -214,16 +213,6 @@ def merge(path: Path, ids: np.ndarray, parts: Sequence[Part]) -> None:
 
 
 # ---- search
-
-
-def default_pooling(encoder: Encoder) -> Pooling:
-    """For whoever compares pooled vectors: the mean of the patches."""
-    return "mean" if "mean" in encoder.poolings else encoder.poolings[0]
-
-
-def default_scaling(count: int, width: int) -> Scaling:
-    """For pooled vectors: whitened, if there are enough of them to tell the variance of every direction."""
-    return "whitened" if count >= ROWS_PER_CHANNEL * width else "centred"
 
 
 @dataclass(frozen=True)
