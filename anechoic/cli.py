@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import json
 import logging
 import os
@@ -158,9 +159,12 @@ def flags_of(name: str) -> set[str]:
 
 
 def refuse_misplaced(name: str, words: Sequence[str]) -> None:
-    """A flag that this verb lacks and another has, or that is called otherwise here, is answered with where it is."""
+    """A flag that this verb lacks and another has, or that is called otherwise here, is answered with where it is.
+
+    What follows -- is another command's.
+    """
     own = flags_of(name)
-    for word in words:
+    for word in itertools.takewhile(lambda word: word != "--", words):
         flag = word.partition("=")[0].replace("_", "-")
         if not flag.startswith("--") or flag in own or any(flag.startswith(f"{other}.") for other in own):
             continue

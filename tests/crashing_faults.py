@@ -50,6 +50,7 @@ class Training:
 
     def start(self, *, clock_jump: float = 0.0) -> int:
         """A process of its own session that gives the command; its id."""
+        self.log.write_bytes(b"")  # it may be killed before it opens it
         pid = os.fork()
         if pid:
             return pid

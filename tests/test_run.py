@@ -159,6 +159,9 @@ def test_leftovers_of_a_killed_process_are_swept(tmp_path):
     with Run(tmp_path):
         assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", ".owner", "checkpoints", "mine.txt"]
         assert not list((tmp_path / "checkpoints").iterdir())
+        # A disk that was read-only for a while has kept what a save could not delete.
+        (tmp_path / "checkpoints" / ".new-12345678-000000000096").mkdir()
+    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 @pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_text('{"a"')])

@@ -173,15 +173,14 @@ def train_peer(config: Config, work: Work, rate: float, folder: Path) -> float:
     """transformers' network under AdamW, with our images, warm-up and cosine, and no decay of biases and norms."""
     import torch
 
-    from anechoic.data import Augment, Loader, Subset
     from anechoic.data.split import hold_out
     from anechoic.models.layers import sincos_positions
-    from anechoic.train.build import open_data, preprocess_of
+    from anechoic.train.build import make_loader, open_data, preprocess_of
     from anechoic.train.optim import learning_rate, set_learning_rate
 
     torch.set_num_threads(1)
     torch.manual_seed(config.seed)
-    data, optim = config.data, config.optim
+    optim = config.optim
     network = peer_network(work)
     # Built from a config, transformers 5.22 leaves both tables of positions at zero; the original's are fixed ones.
     grid = (work.image // work.patch,) * 2
@@ -189,17 +188,7 @@ def train_peer(config: Config, work: Work, rate: float, folder: Path) -> float:
         table.data[0, 1:] = sincos_positions(table.shape[-1], grid)
     start = time.process_time()
     source = open_data(config)
-    batches = iter(
-        Loader(
-            Subset(source, hold_out(len(source), data.holdout or 0)[0]),
-            image_size=data.image_size,
-            batch_size=optim.batch_size,
-            seed=config.seed,
-            augment=Augment(kind=data.augment, scale=data.scale, flip=data.flip),
-            shuffle=True,
-            drop_last=True,
-        )
-    )
+    batches = iter(make_loader(config, source, hold_out(len(source), config.data.holdout or 0)[0]))
     prepare = preprocess_of(config).apply
     groups = [
         {

@@ -28,6 +28,8 @@ ROWS_AT_ONCE, CLUSTERED, MAPPED = 4096, 20_000, 2000
 # Images that chance alone may make look like duplicates, in the whole collection; what is the same but for rounding;
 # and the least distance, as a share of the usual one, that an image's neighbourhood counts with.
 FALSE_ALARMS, SAME, CROWD = 0.1, 1 - 1e-6, 0.25
+# The neighbour, and the share of all images, whose distances tell how dense the collection is.
+THIRD, QUANTILE = 3, 0.05
 CLUSTERS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
@@ -108,21 +110,24 @@ class Limit:
 def duplicate_limit(near: Neighbours, *, false_alarms: float = FALSE_ALARMS) -> Limit:
     """Calibrated on the collection itself, from the distribution of its nearest-neighbour distances.
 
-    Where images lie around one as points in m dimensions do, its nearest of K neighbours is closer than the share r of
-    the K-th with probability 1 - (1 - r^m)^(K - 1). m follows from the median over all images, which the duplicates
-    themselves hardly move; the limit is where fewer than `false_alarms` of all images are expected by chance. Measuring
+    Where images lie around one as points in m dimensions do, the j-th of its K neighbours is closer than the share r of
+    the K-th with probability I(r^m; j, K - j), the incomplete beta function. m is fitted where the third neighbours are
+    closest: copies come in twos and threes and leave the third alone, and collections are denser in some places than a
+    single m tells. The limit is where fewer than `false_alarms` of all images have their nearest by chance. Measuring
     each image by its own neighbourhood keeps crowded parts of a collection from counting as duplicates.
     """
+    from scipy.special import betaincinv
+
     distances = (2 - 2 * near.similarities.double()).clamp(min=0).sqrt().numpy()
     n, k = distances.shape
     # In a crowd of more than K copies even the K-th is one: then the usual distance counts.
     reference = np.maximum(distances[:, -1], CROWD * np.median(distances[:, -1]))
     ratio = distances[:, 0] / np.maximum(reference, 1e-9)
-    if k < 2:
+    if k < 2 * THIRD:  # too few to tell: only what is the same
         return Limit(0.0, math.inf, reference, ratio)
-    half = 1 - 0.5 ** (1 / (k - 1))
-    middle = float(np.clip(np.median(ratio), 1e-6, 1 - 1e-6))
-    dimension = math.log(half) / math.log(middle)
+    low = np.quantile(distances[:, THIRD - 1] / np.maximum(reference, 1e-9), QUANTILE)
+    expected = float(betaincinv(THIRD, k - THIRD, QUANTILE))
+    dimension = math.log(expected) / math.log(float(np.clip(low, 1e-6, 1 - 1e-6)))
     return Limit((false_alarms / (n * (k - 1))) ** (1 / dimension), dimension, reference, ratio)
 
 

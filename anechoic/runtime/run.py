@@ -147,9 +147,7 @@ class Run:
         except OSError as problem:
             self._lock.release()
             raise UserError(f"The run directory {path} cannot be written ({problem}): choose another.") from problem
-        # Nobody else writes here now, so these belong to processes that were killed.
-        for folder in (self.path, self.checkpoints):
-            sweep_leftovers(folder)
+        self._sweep()
         self._pending = b""
         self._skipped = 0
         self._digests: list[str] = []
@@ -157,9 +155,16 @@ class Run:
 
     def close(self) -> None:
         if self._lock.is_locked:
+            self._sweep()  # what a disk that was read-only for a while did not let go
             with contextlib.suppress(OSError):  # it is only a note, and the disk may be full or read-only by now
                 (self.path / ".owner").unlink()
         self._lock.release()
+
+    def _sweep(self) -> None:
+        """Nobody else writes here while this process has the lock, so half-written files are nobody's."""
+        for folder in (self.path, self.checkpoints):
+            with contextlib.suppress(OSError):  # a disk that refuses: next time
+                sweep_leftovers(folder)
 
     def __enter__(self) -> Run:
         return self

@@ -8,11 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from anechoic.config import Config, OptimConfig, to_json
-from anechoic.data import Source, open_source
+from anechoic.data import Augment, Loader, Source, Subset, open_source
 from anechoic.data.latents import Latents, is_latents
 from anechoic.errors import UserError
 from anechoic.models import build_model, model_config
@@ -31,6 +32,33 @@ def open_data(config: Config) -> Source:
     if is_latents(data.source):
         return Latents(data.source, labels=labels)
     return open_source(data.source, labels=labels, channels=data.channels, size=data.image_size)
+
+
+def make_loader(
+    config: Config,
+    source: Source,
+    indices: np.ndarray,
+    *,
+    start: int = 0,
+    workers: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Loader:
+    """Batches of these samples for ever, in an order that is a function of the seed, from sample `start` on."""
+    data = config.data
+    return Loader(
+        Subset(source, indices),
+        image_size=data.image_size,
+        batch_size=config.optim.batch_size,
+        seed=config.seed,
+        augment=Augment(kind=data.augment, scale=data.scale, flip=data.flip),
+        shuffle=True,
+        drop_last=True,
+        start=start,
+        workers=workers,
+        rank=rank,
+        world_size=world_size,
+    )
 
 
 def needs_labels(config: Config) -> bool:

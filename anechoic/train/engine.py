@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from anechoic.config import Config, adopt, check_shares, differences, from_json, resolve, to_json
-from anechoic.data import Augment, Loader, Source, Subset
+from anechoic.data import Source
 from anechoic.data.loader import naming_killed_workers
 from anechoic.data.split import hold_out
 from anechoic.errors import UserError
@@ -50,7 +50,7 @@ from anechoic.runtime.run import Run, read_frozen_config, read_metrics
 from anechoic.runtime.sharding import shard
 from anechoic.runtime.signals import InterruptedRun, Stop, catch_signals
 from anechoic.shortcut import Annealing
-from anechoic.train.build import check, describe, make_model, make_optimizer, open_data, preprocess_of
+from anechoic.train.build import check, describe, make_loader, make_model, make_optimizer, open_data, preprocess_of
 from anechoic.train.keeping import Keeper, Mirror, is_sharded
 from anechoic.train.monitor import Samples, make_monitor
 from anechoic.train.objectives import Objective, make_objective
@@ -157,14 +157,10 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False, brief: bo
 
         # Data: what is trained on, in an order that is a function of (seed, seen); what is only looked at.
         train_indices, held_out_indices = hold_out(len(source), data.holdout)
-        loader = Loader(
-            Subset(source, train_indices),
-            image_size=data.image_size,
-            batch_size=optim.batch_size,
-            seed=config.seed,
-            augment=Augment(kind=data.augment, scale=data.scale, flip=data.flip),
-            shuffle=True,
-            drop_last=True,
+        loader = make_loader(
+            config,
+            source,
+            train_indices,
             start=seen,
             workers=workers_with_room(config, world),
             rank=world.rank,
