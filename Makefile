@@ -38,7 +38,8 @@ browser:
 	  $$get >/dev/null 2>&1 || { apt-get update -qq && $$get; } >/dev/null 2>&1 || echo "chromium could not be installed"; \
 	fi
 
-test: lint browser
+test:
+	$(MAKE) --no-print-directory -j 2 lint browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # Lint, types and the tests that need neither a training nor a process of their own.

@@ -40,7 +40,7 @@ def test_numbers_on_the_explore_page_are_those_of_the_json(browser, pages):
         titles = shown.locator("#clusters h3").all_inner_texts()
         sizes = [cluster["size"] for cluster in explored.metrics["clusters"]]
         assert titles == [f"Cluster {i}: {size} images" for i, size in enumerate(sizes, 1)]
-        assert f"{explored.metrics['threshold']['similarity']:.4f}" in shown.locator("#near-duplicates").inner_text()
+        assert f"closer than {explored.metrics['limit']['share']:.3f}" in shown.locator("#near-duplicates").inner_text()
 
 
 def test_a_thumbnail_shows_on_hover_and_by_keys(browser, pages):

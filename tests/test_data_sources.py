@@ -323,12 +323,12 @@ def test_wrong_paths(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"did you mean .*Bilder für alle"):
         open_source(tmp_path / "Bilder fuer alle")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="no JPEG, PNG"):
+    with pytest.raises(UserError, match=r"no image that is read here \(JPEG, PNG"):
         open_source(tmp_path / "empty")
     (tmp_path / "texts").mkdir()
     for k in range(3):
         (tmp_path / "texts" / f"{k}.txt").write_text("words")
-    with pytest.raises(UserError, match="no JPEG, PNG"):
+    with pytest.raises(UserError, match="no image that is read here"):
         open_source(tmp_path / "texts")
     (tmp_path / "a.xyz").write_text("x")
     with pytest.raises(UserError, match="not a kind of data set"):

@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from browser import contrast, fits, showing
 
 from anechoic.cli import main
 from anechoic.errors import UserError
@@ -152,3 +153,41 @@ def test_places_agree_with_the_shares_of_retrieval():
                 assert np.array_equal(best[i, j] == np.arange(12), place[i, j] == 1)
     assert (place[0, 0] == 0).all()
     assert (best[0, 0] == -1).all()
+
+
+# ---- in a browser
+
+
+def test_a_person_picks_a_thing_and_reads_its_place(browser, shown):
+    with showing(browser, shown / "index.html") as page:
+        picker = json.loads(page.locator("#picker script").text_content())
+        searches, things = picker["searches"], picker["things"]
+        place = np.frombuffer(base64.b64decode(picker["place"]), dtype="<u2").reshape(len(searches), 2, 2, len(things))
+        rows = page.locator("#picker tbody tr")
+        assert [row.split("\n")[0] for row in rows.all_inner_texts()] == [
+            "raw pixels",
+            "untrained",
+            "residual",
+            "decayed",
+        ]
+        chosen = 7
+        page.locator("#picker input[type=search]").fill(things[chosen])
+        assert page.locator("#picker .things button:visible").count() < len(things)
+        page.get_by_role("button", name=things[chosen], exact=True).click()
+        assert things[chosen] in page.locator("#picker .asked").inner_text()
+        last = [i for i, one in enumerate(searches) if one["encoder"] == "decayed"][-1]
+        said = rows.nth(3).locator("td").last.locator(".said").inner_text()
+        rank = place[last, 0, 1, chosen]
+        assert said == ("✓ found" if rank == 1 else f"place {rank}")
+        share = 100 * (place[last, 0, 1] == 1).mean()
+        assert rows.nth(3).locator("td").last.locator(".share").inner_text() == f"all: {share:.1f} %"
+        drawn = page.locator("#picker td .tile").first.evaluate("e => getComputedStyle(e).backgroundImage")
+        assert drawn.startswith('url("blob:')
+
+
+def test_the_page_fits_a_phone_in_the_dark(browser, shown):
+    with showing(browser, shown / "index.html", width=400, dark=True) as page:
+        assert fits(page)
+        assert contrast(page, "#picker .said") > 4.5
+        page.locator("#picker select").nth(1).select_option(index=0)
+        assert "two different hands" in page.locator("#picker").inner_text()

@@ -79,7 +79,7 @@ def data_of(page):
 def index_of(run, photos, vector="mean"):
     encoder = open_encoder(run)
     return open_index(
-        encoder, open_source(photos), encoder_name=str(run), place=str(photos), vector=vector, device="cpu"
+        encoder, open_source(photos), encoder_name=str(run), place=str(photos), pooling=vector, device="cpu"
     )
 
 
@@ -174,7 +174,7 @@ def test_patches_side_by_side(run, photos, width):
     assert flat(encoder, width=width).fingerprint == flat(open_encoder(run), width=width).fingerprint
     assert index_of(run, photos, vector="flat").vectors.shape == (36, 512)
     with pytest.raises(UserError, match="encoder's output"):
-        open_index(encoder, open_source(photos), encoder_name="x", place="y", vector="flat", layer=1)
+        open_index(encoder, open_source(photos), encoder_name="x", place="y", pooling="flat", layer=1)
 
 
 # ---- a pass that is killed
@@ -316,24 +316,32 @@ def test_a_row_hidden_among_its_equals_is_still_left_out():
     assert all(i not in row for i, row in enumerate(found.indices.tolist()))
 
 
-@pytest.mark.parametrize("width", [12, 48])
+@pytest.mark.parametrize("width", [6, 12, 48])
 def test_chance_gives_no_duplicates_and_planted_ones_are_found(width):
     """Ten collections without a duplicate: the limit was chosen for a tenth of an image in each."""
     alarms = 0
     for seed in range(10):
         units = units_of(400, width, seed=seed)
         near = exploring.all_neighbours(units)
-        limit = exploring.duplicate_threshold(near.similarities[:, 0].numpy())
-        alarms += len(exploring.duplicate_pairs(near, limit.similarity))
-        assert limit.expected_above(limit.similarity, 400) == pytest.approx(0.1, rel=1e-3)
+        alarms += len(exploring.duplicate_pairs(near, exploring.duplicate_limit(near)))
     assert alarms <= 3
-    noise = 0.02 * torch.randn(100, width, generator=torch.Generator().manual_seed(1))
-    copies = torch.nn.functional.normalize(units[:100] + noise, dim=1)  # a quarter of all
+    noise = 0.003 * torch.randn(100, width, generator=torch.Generator().manual_seed(1))
+    copies = torch.nn.functional.normalize(units[:100] + noise, dim=1)  # of a quarter of all
     near = exploring.all_neighbours(torch.cat([units, copies]))
-    limit = exploring.duplicate_threshold(near.similarities[:, 0].numpy())
-    pairs = {(i, j) for i, j, _ in exploring.duplicate_pairs(near, limit.similarity)}
+    pairs = {(i, j) for i, j, _ in exploring.duplicate_pairs(near, exploring.duplicate_limit(near))}
     assert {(i, 400 + i) for i in range(100)} <= pairs
     assert len(pairs) <= 103
+
+
+def test_a_crowd_is_no_duplicate_and_a_crowd_of_copies_is():
+    """Ten crowds, each a twentieth as wide as all: their members are alike, but no more than by chance."""
+    crowds = units_of(10, 12)[torch.arange(300) % 10] + 0.05 * units_of(300, 12, seed=1)
+    near = exploring.all_neighbours(torch.nn.functional.normalize(crowds, dim=1))
+    assert len(exploring.duplicate_pairs(near, exploring.duplicate_limit(near))) <= 1
+    copies = units_of(1, 12, seed=2).expand(40, -1) + 1e-5 * units_of(40, 12, seed=3)
+    near = exploring.all_neighbours(torch.nn.functional.normalize(torch.cat([units_of(300, 12), copies]), dim=1))
+    (group,) = exploring.groups_of(exploring.duplicate_pairs(near, exploring.duplicate_limit(near)), 340)
+    assert group == list(range(300, 340))
 
 
 def test_groups_join_what_is_linked():

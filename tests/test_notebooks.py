@@ -11,7 +11,8 @@ NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 # What replaces the cell tagged "parameters".
 SMALL = {
     "own_folder": "folder, run, epochs = 'photos', 'runs/photos', 1\noptions = {'image_size': 32, 'batch_size': 8}",
-    "two_alphas": "source, labelled = 'emoji:style=noto', 'emoji:test:style=noto'\ntested = 'emoji:test:style=twemoji'\n"
+    "two_alphas": "source, labelled = 'emoji:style=noto', 'emoji:test:style=noto'\n"
+    "tested = 'emoji:test:style=twemoji'\n"
     "alphas, seeds, samples = (1.0, 0.6), range(1), 128",
     "your_timm_model": "name, options = 'vit_tiny_patch16_224', {'img_size': 32, 'depth': 2, 'num_classes': 10}\n"
     "pretrained, steps, batch = False, 3, 4",

@@ -14,7 +14,7 @@ COLOUR = Preprocess((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 32, 3)
 def test_apply_is_the_formula():
     images = torch.randint(0, 256, (2, 3, 5, 6), dtype=torch.uint8)
     mean, std = (torch.tensor(values).double()[:, None, None] for values in (COLOUR.mean, COLOUR.std))
-    out = COLOUR(images)
+    out = COLOUR.apply(images)
     assert out.dtype == torch.float32
     assert (out - (images.double() / 255 - mean) / std).abs().max() < 1e-6
 

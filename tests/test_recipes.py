@@ -202,7 +202,7 @@ def test_pretrain_and_load(capsys, tmp_path):
 def test_recipes_are_listed(capsys):
     code, text, _ = run(capsys, "recipes")
     assert code == 0
-    assert all(f"{name}: " in text for name in table())
+    assert all(f"\n{name} " in text for name in table())
     assert run(capsys, "recipes", "--filter", "nothing-like-this")[0] == 2
 
 

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from serving import jpeg, make_pictures, png, serving, small_config, wait_for
 
 import anechoic
 from anechoic.config import DataConfig, ModelConfig, ObjectiveConfig, OptimConfig, SaveConfig, to_json
@@ -24,13 +25,8 @@ from anechoic.evals.reconstruction import filled_in, reconstructions
 from anechoic.runtime.checkpoint import checkpoints
 from anechoic.runtime.files import write_json
 from anechoic.runtime.run import Run, holder, read_metrics
-from anechoic.train.engine import fit
-
-pytest.importorskip("fastapi")
-
-from serving import jpeg, make_pictures, png, serving, small_config, wait_for
-
 from anechoic.serve.studio import hidden_patches
+from anechoic.train.engine import fit
 
 
 @pytest.fixture(scope="module")

@@ -12,18 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from serving import BOUNDARY, FORM, make_pictures, png, serving, small_config, wait_for
 
 from anechoic.cli import main
 from anechoic.errors import UserError
-from anechoic.train.engine import fit
-
-pytest.importorskip("fastapi")
-
-from serving import BOUNDARY, FORM, make_pictures, png, serving, small_config, wait_for
-
 from anechoic.serve.guard import ImpatientProtocol, Limits
 from anechoic.serve.server import check_token, is_local, listen
 from anechoic.serve.worker import Busy, Worker
+from anechoic.train.engine import fit
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,11 @@ def test_export_says_what_it_measured(run, tmp_path, capsys):
     assert "README.md shows how to set each" in text
     code, text = say(capsys, "export", run, "--to", "safetensors", "--out", tmp_path / "folded", "--fold", "--json")
     metrics = json.loads(text)["metrics"]
-    assert metrics == {"differences": {"reloaded": 0.0}, "files": ["config.json", "model.safetensors"]}
+    assert metrics == {
+        "differences": {"reloaded": 0.0},
+        "compared": "anechoic.load opened it",
+        "files": ["config.json", "model.safetensors"],
+    }
     original, folded = load(run).encoder, load(tmp_path / "folded")
     assert folded.config.alpha_min == 1
     images = torch.randn(2, 3, 16, 16)

@@ -80,3 +80,18 @@ def test_the_reference_is_that_of_the_code(site):
     for name, _ in settings(Config()):
         assert f"<code>{name.replace('_', '-')}</code>" in words("settings"), name
     assert "samples between two checkpoints" in words("settings")
+
+
+def test_the_search_works_from_disk_in_a_browser(site, browser):
+    page = browser.new_page(viewport={"width": 1400, "height": 900})
+    asked, problems = [], []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.goto((site / "index.html").as_uri())
+    page.locator("input.md-search__input").click()
+    page.locator("input.md-search__input").type("alpha_min")
+    page.locator(".md-search-result__item").first.wait_for(timeout=15_000)
+    assert "alpha" in page.locator(".md-search-result__item").first.inner_text().lower()
+    page.close()
+    assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
+    assert problems == []

@@ -70,6 +70,7 @@ def cited(docs: Path) -> dict[str, Path]:
     """Place on the site -> file, for the records and notebooks that pages link to."""
     texts = [path.read_text(encoding="utf-8") for path in docs.rglob("*.md")]
     names = {name for text in texts for name in re.findall(r"\]\((?:\.\./)+(results/[^)#]+)\)", text)}
+    names |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "notebooks").glob("*.ipynb")}
     return {name: ROOT / name for name in sorted(names)}
 
 

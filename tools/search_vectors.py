@@ -18,7 +18,7 @@ import numpy as np
 from anechoic.data import open_source
 from anechoic.evals.encoders import Encoder, flat, open_encoder
 from anechoic.evals.feature_cache import features_of
-from anechoic.evals.index import Searchable
+from anechoic.evals.index import FLAT_WIDTH, Searchable
 from anechoic.evals.retrieval import retrieval_accuracy
 from anechoic.evals.whitening import SCALINGS, rescaled
 from anechoic.outcome import Outcome
@@ -29,13 +29,16 @@ WIDEST = 2048
 
 
 def vectors_of(run: str, source: str) -> dict[str, np.ndarray]:
-    """class, mean, all: tokens pooled to one; flat: all patches side by side."""
+    """class, mean, all: tokens pooled to one; flat: all patches side by side, as they are and as an index has them."""
     encoder: Encoder = open_encoder(run)
     opened = open_source(source, labels=True, channels=encoder.channels)
     pooled = features_of(encoder, opened, device="cpu")
-    whole = features_of(flat(encoder), opened, device="cpu", cached=False)
-    assert len(pooled.ids) == len(whole.ids) == len(opened)
-    return {**{key[1]: value for key, value in pooled.sets.items()}, "flat": next(iter(whole.sets.values()))}
+    found = {key[1]: value for key, value in pooled.sets.items()}
+    for name, width in (("flat", None), (f"flat {FLAT_WIDTH}", FLAT_WIDTH)):
+        side_by_side = features_of(flat(encoder, width=width), opened, device="cpu", cached=False)
+        assert len(pooled.ids) == len(side_by_side.ids) == len(opened)
+        (found[name],) = side_by_side.sets.values()
+    return found
 
 
 def scalings_for(vectors: np.ndarray) -> list[Any]:

@@ -1,9 +1,10 @@
-"""How well do the label-free signals of `anechoic report` predict k-NN? Over runs at their end, and within runs.
+"""How well do the label-free signals of `anechoic report` predict k-NN? Over runs at their end, and over checkpoints.
 
     python tools/validate_verdict.py --train runs/validation --emoji "runs/emoji/*" --out results/verdict-signals.json
 
 `--train` trains the grid below on digits first (about ten minutes on one core; the same command goes on). `--emoji`
-takes finished runs on the embedded emoji. Labels are used here only, to see what the signals are worth.
+takes finished runs on the embedded emoji, of which the end is looked at. A set that is not asked for keeps its place in
+the record. Labels are used here only, to see what the signals are worth.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from anechoic.train.build import open_data
 
 # Signal -> where it stands in a point.
 SIGNALS = ("crop_retrieval", "crop_lead", "skill", "rank", "rank_share")
+KNN = EvalSpec(("knn",), poolings=("mean",), neighbours=(20,), fitted=1500, tested=600)
 SAMPLES = 25_600
 # Chosen to spread: good and bad rates, decay that suits and decay that does not, easy and hard masks.
 GRID: dict[str, dict[str, Any]] = {
@@ -77,24 +79,25 @@ def train_grid(folder: Path) -> list[Path]:
     return done
 
 
-def points_of(run: Path, train: str, test: str) -> list[dict[str, Any]]:
-    """Signals and k-NN of every checkpoint of a run."""
+def points_of(run: Path, train: str, test: str, *, part: slice) -> list[dict[str, Any]]:
+    """Signals and k-NN of this part of a run's checkpoints."""
     config = from_json(read_frozen_config(run) or {})
     source = open_data(config)
     held_out = Subset(source, hold_out(len(source), config.data.holdout or 0)[1])
     records = read_metrics(run)
     found = []
-    for path in checkpoints(run / "checkpoints"):
+    for path in checkpoints(run / "checkpoints")[part]:
         encoder = run_encoder(path)
         seen = int(path.name)
         signals = measure(encoder, held_out, [record for record in records if record["seen"] <= seen])
-        spec = EvalSpec(("knn",), poolings=("mean",), neighbours=(20,))
         labelled = open_labelled(train, test, channels=encoder.channels)
-        evaluation = Evaluator(spec, cached=False).run(encoder, labelled)
+        evaluation = Evaluator(KNN, cached=False).run(encoder, labelled)
         alpha = config.shortcut.alpha_min
         word = verdict_of(signals, alpha_min=None if isinstance(alpha, str) else alpha).word
         knn = evaluation.value("knn", pooling="mean")
-        found.append({"run": run.name, "seen": seen, "knn": knn, "verdict": word, **signals.to_json()})
+        found.append(
+            {"run": f"{run.parent.name}/{run.name}", "seen": seen, "knn": knn, "verdict": word, **signals.to_json()}
+        )
     return found
 
 
@@ -102,8 +105,7 @@ def pixels_knn(run: Path, train: str, test: str) -> float:
     encoder = run_encoder(run)
     labelled = open_labelled(train, test, channels=encoder.channels)
     pixels = replace(encoder, name="raw pixels", model=RawPixels(), untrained=None)
-    spec = EvalSpec(("knn",), poolings=("mean",), neighbours=(20,))
-    return Evaluator(spec, cached=False).run(pixels, labelled).value("knn", pooling="mean")
+    return Evaluator(KNN, cached=False).run(pixels, labelled).value("knn", pooling="mean")
 
 
 def rank_correlation(x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:
@@ -121,43 +123,48 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:
     return {"rho": rho(a, b), "low": float(low), "high": float(high), "runs": len(pairs)}
 
 
-def within_runs(by_run: dict[str, list[dict[str, Any]]], signal: str) -> dict[str, Any]:
-    """The mean over runs of Spearman's rho over a run's checkpoints, where it has at least five."""
-    from anechoic.report.estimates import estimate
+def over_checkpoints(by_run: dict[str, list[dict[str, Any]]], signal: str) -> dict[str, Any]:
+    """Spearman's rho over all checkpoints; the interval is a 95 % bootstrap over runs, each with its checkpoints."""
+    groups = [[(p[signal], p["knn"]) for p in points if p[signal] is not None] for points in by_run.values()]
+    groups = [group for group in groups if group]
 
-    found = []
-    for points in by_run.values():
-        pairs = [(point[signal], point["knn"]) for point in points if point[signal] is not None]
-        if len(pairs) >= 5 and np.ptp(np.array(pairs), axis=0).min() > 0:
-            found.append(float(spearmanr(*np.array(pairs).T).statistic))
-    if len(found) < 2:
-        return {"rho": None, "half": None, "runs": len(found)}
-    mean = estimate(found)
-    return {"rho": mean.mean, "half": mean.half, "runs": mean.n}
+    def rho(chosen: Sequence[int]) -> float:
+        a, b = np.array([pair for i in chosen for pair in groups[i]]).T
+        return 0.0 if np.ptp(a) == 0 or np.ptp(b) == 0 else float(spearmanr(a, b).statistic)
+
+    count = sum(map(len, groups))
+    if len(groups) < 5 or count == len(groups):
+        return {"rho": None, "low": None, "high": None, "checkpoints": count}
+    rng = np.random.default_rng(0)
+    drawn = [rho(rng.integers(0, len(groups), len(groups))) for _ in range(2000)]
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    return {"rho": rho(range(len(groups))), "low": float(low), "high": float(high), "checkpoints": count}
 
 
-def judged(runs: Sequence[Path], train: str, test: str) -> dict[str, Any]:
+def judged(runs: Sequence[Path], train: str, test: str, *, part: slice) -> dict[str, Any]:
     points = []
     for run in runs:
-        points += points_of(run, train, test)
+        points += points_of(run, train, test, part=part)
         print(f"{run.name}: k-NN {points[-1]['knn']:.3f}, {points[-1]['verdict']}", flush=True)
+    return {"train": train, "test": test, **summed_up(points, pixels_knn(runs[0], train, test))}
+
+
+def summed_up(points: list[dict[str, Any]], of_pixels: float) -> dict[str, Any]:
+    """What the points say. of_pixels: k-NN of raw pixels on the same data."""
     by_run: dict[str, list[dict[str, Any]]] = {}
     for point in points:
         by_run.setdefault(point["run"], []).append(point)
     ends = [found[-1] for found in by_run.values()]
     knn = [end["knn"] for end in ends]
-    of_pixels = pixels_knn(runs[0], train, test)
     said = [(end["verdict"] in ("worse than raw pixels", "collapsed"), end["knn"] < of_pixels) for end in points]
     # How much k-NN still rose in the last third, against how much the loss still fell there.
     rises = [late_rise(found) for found in by_run.values()]
     return {
-        "train": train,
-        "test": test,
         "runs": len(ends),
         "checkpoints": len(points),
         "knn_of_raw_pixels": of_pixels,
         "over_runs": {name: rank_correlation([end[name] for end in ends], knn) for name in SIGNALS},
-        "within_runs": {name: within_runs(by_run, name) for name in SIGNALS},
+        "over_checkpoints": {name: over_checkpoints(by_run, name) for name in SIGNALS},
         "late_gain_and_late_rise": rank_correlation([end["late_gain"] for end in ends], rises),
         "worse_than_pixels": {
             "said_and_true": sum(a and b for a, b in said),
@@ -181,14 +188,14 @@ def main() -> None:
     parser.add_argument("--emoji", nargs="*", default=[])
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    sets = {}
+    sets = json.loads(arguments.out.read_text())["sets"] if arguments.out.exists() else {}
     if arguments.train:
-        sets["digits"] = judged(train_grid(arguments.train), "digits:train", "digits:test")
+        sets["digits"] = judged(train_grid(arguments.train), "digits:train", "digits:test", part=slice(1, None, 2))
     runs = sorted(Path(path) for pattern in arguments.emoji for path in glob(pattern))
     runs = [run for run in runs if (run / "checkpoints").is_dir()]
     if runs:
-        sets["emoji"] = judged(runs, "emoji:train:label=group", "emoji:test:label=group")
-    record = {"schema": 1, "commit": commit(), "machine": machine(), "sets": sets}
+        sets["emoji"] = judged(runs, "emoji:train:label=group", "emoji:test:label=group", part=slice(-1, None))
+    record = {"schema": 1, "seed": 0, "commit": commit(), "machine": machine(), "sets": sets}
     arguments.out.write_text(json.dumps(rounded(record), indent=1) + "\n")
 
 

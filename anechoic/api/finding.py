@@ -165,7 +165,7 @@ def opened(
     refuse_swapped(run, data)
     encoder = open_encoder(run, image_size=image_size)
     source = open_source(data, channels=encoder.channels)
-    how: dict[str, Any] = {"vector": vector, "layer": layer, "device": device, "workers": workers}
+    how: dict[str, Any] = {"pooling": vector, "layer": layer, "device": device, "workers": workers}
     return encoder, open_index(encoder, source, encoder_name=run, place=data, **how)
 
 
@@ -215,15 +215,16 @@ def described(index: Index, found: Exploration) -> dict[str, Any]:
         return {"index": int(index.ids[row]), "image": names[row]}
 
     closest = {row: value for i, j, value in reversed(found.pairs) for row in (i, j)}
-    counts, edges = np.histogram(found.near.similarities[:, 0].numpy(), bins=40)
+    counts, edges = np.histogram(found.limit.ratio, bins=40)
     folders: list[Counter] = [Counter() for _ in found.clusters.examples]
     for name, label in zip(names, found.clusters.label.tolist(), strict=True):
         folders[label][folder_of(name)] += 1
     of_clusters = zip(found.clusters.sizes, folders, found.clusters.examples, strict=True)
     return {
         "folders": len({folder_of(name) for name in names}),
-        "threshold": {
-            "similarity": found.threshold.similarity,
+        "limit": {
+            "share": found.limit.share,
+            "dimension": found.limit.dimension,
             "false_alarms": FALSE_ALARMS,
             "histogram": [edges.tolist(), counts.tolist()],
         },
@@ -247,8 +248,8 @@ def explore_text(metrics: dict[str, Any]) -> str:
     lines = [
         f"{metrics['images']:,} images in {metrics['folders']:,} folders, by the {metrics['vector']} of "
         f"{metrics['encoder']}.",
-        f"Near-duplicates (similarity {metrics['threshold']['similarity']:.4f} or more): {len(groups)} groups, "
-        f"{sum(len(group['images']) for group in groups)} images"
+        f"Near-duplicates (closer than {metrics['limit']['share']:.2f} of the distance to other neighbours): "
+        f"{len(groups)} groups, {sum(len(group['images']) for group in groups)} images"
         + (f"; the closest are {', '.join(item['image'] for item in groups[0]['images'][:3])}." if groups else "."),
         f"Oddest: {', '.join(item['image'] for item in metrics['outliers'][:3])}.",
         text_table(

@@ -21,11 +21,15 @@ from anechoic.evals.analysis import tsne
 from anechoic.evals.index import nearest_others
 from anechoic.evals.knn import Neighbours, nearest_units
 
-NEIGHBOURS = 10
+# Neighbours of each image that are looked for; those that say how odd it is, and that a map shows.
+NEIGHBOURS, LIKE = 20, 10
 # Rows whose neighbours are looked for at once, and samples that clusters and maps are fitted to at most.
 ROWS_AT_ONCE, CLUSTERED, MAPPED = 4096, 20_000, 2000
-# Images that chance alone may make look like duplicates, in the whole collection.
-FALSE_ALARMS = 0.1
+# Images that chance alone may make look like duplicates, in the whole collection; what is the same but for rounding;
+# and the least distance, as a share of the usual one, that an image's neighbourhood counts with.
+FALSE_ALARMS, SAME, CROWD = 0.1, 1 - 1e-6, 0.25
+# The neighbour, and the share of all images, whose distances tell how dense the collection is.
+THIRD, QUANTILE = 3, 0.05
 CLUSTERS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
@@ -34,7 +38,7 @@ class Exploration:
     """Of n vectors: the neighbours of each, what follows from them, clusters, and a map of some."""
 
     near: Neighbours
-    threshold: Threshold
+    limit: Limit
     pairs: list[tuple[int, int, float]]
     groups: list[list[int]]
     likeness: np.ndarray
@@ -50,14 +54,14 @@ class Exploration:
 def explored(units: Tensor, *, clusters: int | None = None, seed: int = 0) -> Exploration:
     """units (n, D) of length 1."""
     near = all_neighbours(units)
-    threshold = duplicate_threshold(near.similarities[:, 0].numpy())
-    pairs = duplicate_pairs(near, threshold.similarity)
+    limit = duplicate_limit(near)
+    pairs = duplicate_pairs(near, limit)
     return Exploration(
         near,
-        threshold,
+        limit,
         pairs,
         groups_of(pairs, len(units)),
-        near.similarities.mean(dim=1).numpy(),
+        near.similarities[:, :LIKE].mean(dim=1).numpy(),
         cluster(units, count=clusters, seed=seed),
         map_of(units, seed=seed),
     )
@@ -90,39 +94,50 @@ def all_neighbours(units: Tensor, *, k: int = NEIGHBOURS) -> Neighbours:
 
 
 @dataclass(frozen=True)
-class Threshold:
-    """From this similarity on two images count as near-duplicates. location, scale: of the fitted distribution."""
+class Limit:
+    """Two images are near-duplicates up to this share of the distance to their K-th neighbours.
 
-    similarity: float
-    location: float
-    scale: float
-
-    def expected_above(self, similarity: float, count: int) -> float:
-        """How many of `count` images have a nearest neighbour so similar by chance."""
-        z = (math.atanh(min(similarity, 1 - 1e-12)) - self.location) / self.scale
-        return -count * math.expm1(-math.exp(-z))
-
-
-def duplicate_threshold(nearest: np.ndarray, *, false_alarms: float = FALSE_ALARMS) -> Threshold:
-    """Calibrated on the collection itself: nearest (n,) is every image's similarity to its nearest other image.
-
-    The largest of many similarities follows Gumbel's distribution once a cosine is stretched by atanh. It is fitted to
-    the lower half of the images, where duplicates are not, and says from which similarity on fewer than `false_alarms`
-    images are expected by chance.
+    dimension: of the collection around an image, fitted; reference (n,): that distance; ratio (n,): of the nearest
+    image's distance to it.
     """
-    z = np.arctanh(np.clip(np.asarray(nearest, np.float64), -1 + 1e-9, 1 - 1e-7))
-    low, middle = np.quantile(z, [0.1, 0.5])
-    # Of Gumbel's distribution the quantile p is location - scale * ln(-ln p).
-    scale = max((middle - low) / (math.log(-math.log(0.1)) - math.log(-math.log(0.5))), 1e-6)
-    location = middle + scale * math.log(-math.log(0.5))
-    beyond = -math.log(-math.log1p(-min(false_alarms / len(z), 0.5)))
-    return Threshold(math.tanh(location + scale * beyond), float(location), float(scale))
+
+    share: float
+    dimension: float
+    reference: np.ndarray
+    ratio: np.ndarray
 
 
-def duplicate_pairs(found: Neighbours, threshold: float) -> list[tuple[int, int, float]]:
-    """(i, j, similarity) with i < j, each pair once, most similar first; found: the neighbours of every row."""
-    row, column = (found.similarities >= threshold).nonzero(as_tuple=True)
-    other, similarity = found.indices[row, column], found.similarities[row, column]
+def duplicate_limit(near: Neighbours, *, false_alarms: float = FALSE_ALARMS) -> Limit:
+    """Calibrated on the collection itself, from the distribution of its nearest-neighbour distances.
+
+    Where images lie around one as points in m dimensions do, the j-th of its K neighbours is closer than the share r of
+    the K-th with probability I(r^m; j, K - j), the incomplete beta function. m is fitted where the third neighbours are
+    closest: copies come in twos and threes and leave the third alone, and collections are denser in some places than a
+    single m tells. The limit is where fewer than `false_alarms` of all images have their nearest by chance. Measuring
+    each image by its own neighbourhood keeps crowded parts of a collection from counting as duplicates.
+    """
+    from scipy.special import betaincinv
+
+    distances = (2 - 2 * near.similarities.double()).clamp(min=0).sqrt().numpy()
+    n, k = distances.shape
+    # In a crowd of more than K copies even the K-th is one: then the usual distance counts.
+    reference = np.maximum(distances[:, -1], CROWD * np.median(distances[:, -1]))
+    ratio = distances[:, 0] / np.maximum(reference, 1e-9)
+    if k < 2 * THIRD:  # too few to tell: only what is the same
+        return Limit(0.0, math.inf, reference, ratio)
+    low = np.quantile(distances[:, THIRD - 1] / np.maximum(reference, 1e-9), QUANTILE)
+    expected = float(betaincinv(THIRD, k - THIRD, QUANTILE))
+    dimension = math.log(expected) / math.log(float(np.clip(low, 1e-6, 1 - 1e-6)))
+    return Limit((false_alarms / (n * (k - 1))) ** (1 / dimension), dimension, reference, ratio)
+
+
+def duplicate_pairs(near: Neighbours, limit: Limit) -> list[tuple[int, int, float]]:
+    """(i, j, similarity) with i < j, each pair once, most similar first: within the limit as both images see it."""
+    reference = torch.from_numpy(limit.reference)
+    reach = limit.share * torch.minimum(reference[:, None], reference[near.indices])
+    distance = (2 - 2 * near.similarities.double()).clamp(min=0).sqrt()
+    row, column = ((distance <= reach) | (near.similarities >= SAME)).nonzero(as_tuple=True)
+    other, similarity = near.indices[row, column], near.similarities[row, column]
     pairs = {
         (min(i, j), max(i, j)): s for i, j, s in zip(row.tolist(), other.tolist(), similarity.tolist(), strict=True)
     }
@@ -219,7 +234,7 @@ def map_of(units: Tensor, *, points: int = MAPPED, seed: int = 0) -> Map:
     """Evenly spread over the collection."""
     chosen = sampled(len(units), points, seed=seed)
     shown = units[chosen]
-    k = min(NEIGHBOURS, len(chosen) - 1)
+    k = min(LIKE, len(chosen) - 1)
     neighbours = nearest_others(shown, np.arange(len(chosen)), k=k).indices.tolist()
     if len(chosen) < 4:
         return Map(chosen, np.stack([np.arange(len(chosen)), np.zeros(len(chosen))], axis=1), neighbours)

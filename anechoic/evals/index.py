@@ -37,6 +37,7 @@ FLAT_WIDTH = 512
 # What searched best on held-out labels (results/search-vectors.json, docs/finding.md).
 VECTOR: Vector = "flat"
 SCALING: Scaling = "standardised"
+ROWS_PER_CHANNEL = 2
 
 VECTORS, KEYS, CARD = "vectors.npy", "keys.npy", "index.json"
 
@@ -63,17 +64,17 @@ def open_index(
     *,
     encoder_name: str,
     place: str,
-    vector: Vector = VECTOR,
+    pooling: Vector = VECTOR,
     layer: int = -1,
     device: str = "auto",
     workers: int = 0,
 ) -> Index:
     """Read, extend or build the index of this place (a path or the name of a source) by this encoder."""
-    encoder, pooling = encoder_for(encoder, vector, layer)
-    (number,) = choose_layers((layer,), count=len(encoder.widths))
-    what = digest("index", absolute(encoder_name), absolute(place), number, vector, source.channels)
+    what = digest("index", absolute(encoder_name), absolute(place), layer, pooling, source.channels)
+    encoder, pooled = encoder_for(encoder, pooling, layer)
+    (number,) = choose_layers((-1 if pooling == "flat" else layer,), count=len(encoder.widths))
     folder = cache_dir() / "index" / what
-    how: dict[str, Any] = {"layers": (number,), "poolings": (pooling,), "device": device, "workers": workers}
+    how: dict[str, Any] = {"layers": (number,), "poolings": (pooled,), "device": device, "workers": workers}
     keys = identities(source)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -213,6 +214,16 @@ def merge(path: Path, ids: np.ndarray, parts: Sequence[Part]) -> None:
 
 
 # ---- search
+
+
+def default_pooling(encoder: Encoder) -> Pooling:
+    """For whoever compares pooled vectors: the mean of the patches."""
+    return "mean" if "mean" in encoder.poolings else encoder.poolings[0]
+
+
+def default_scaling(count: int, width: int) -> Scaling:
+    """For pooled vectors: whitened, if there are enough of them to tell the variance of every direction."""
+    return "whitened" if count >= ROWS_PER_CHANNEL * width else "centred"
 
 
 @dataclass(frozen=True)

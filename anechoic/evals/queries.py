@@ -17,11 +17,11 @@ from anechoic.evals.index import Index, Vector, encoder_for
 
 
 class Query(NamedTuple):
-    """An image `index` of a source; own: its number in the collection, where it is part of it."""
+    """The image `number` of a source; own: its number in the collection, where it is part of it."""
 
     name: str
     source: Source
-    index: int
+    number: int
     own: int | None = None
 
 
@@ -77,7 +77,7 @@ def query_vectors(
         if query.own is not None and query.own in rows:
             found[number] = index.vectors[rows[query.own]]
             continue
-        one = Subset(query.source, [query.index])
+        one = Subset(query.source, [query.number])
         try:
             made = features_of(encoder, one, layers=(layer,), poolings=(pooling,), device=device, cached=False)
         except UserError as error:

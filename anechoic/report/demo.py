@@ -115,7 +115,7 @@ def is_trained(run: Path, config: Config) -> bool:
 
 def follow(out: Path, processes: dict[str, subprocess.Popen], children: Children, *, total: int) -> None:
     """One bar for both, read from their metrics, until both have ended."""
-    with tqdm(total=total, unit="img", unit_scale=True, desc="training both", file=sys.stderr) as bar:
+    with tqdm(total=total, unit="img", unit_scale=True, desc="training both", mininterval=1, file=sys.stderr) as bar:
         while any(process.poll() is None for process in processes.values()):
             time.sleep(0.2)
             children.check()

@@ -67,7 +67,7 @@ def search_page(result: Mapping[str, Any], queries: Sequence[Query], found_in: S
     sections = []
     for number, query in enumerate(queries):
         hits = [row for row in metrics["rows"] if row["number"] == number]
-        shown = [Thumbnail(Pictures(query.source).thumbnail(query.index), ("query", query.name), marked=True)]
+        shown = [Thumbnail(Pictures(query.source).thumbnail(query.number), ("query", query.name), marked=True)]
         shown += [pictures.item(hit, f"{hit['rank']}: {hit['similarity']:.3f}") for hit in hits]
         rows = [[hit["rank"], hit["image"], hit["similarity"]] for hit in hits]
         listing = table(["rank", "image", "similarity"], rows, caption=f"Nearest to {query.name}")
@@ -124,15 +124,14 @@ def the_map(points: Map, index: Index, pictures: Pictures) -> Html:
 
 
 def duplicates(metrics: Mapping[str, Any], names: Sequence[str], found: Exploration, pictures: Pictures) -> list[str]:
-    threshold = metrics["threshold"]
+    limit = metrics["limit"]
     words = (
-        f"Two images count as near-duplicates from a similarity of {threshold['similarity']:.4f} on. The limit comes "
-        f"from this collection itself: {threshold['false_alarms']:g} images in all are expected beyond it by chance."
+        f"Two images count as near-duplicates if they are closer than {limit['share']:.3f} of the distance that each "
+        f"has to its other neighbours. The limit comes from this collection itself: around an image it looks like "
+        f"points in {limit['dimension']:.1f} dimensions, where {limit['false_alarms']:g} images in all are expected "
+        "below it by chance."
     )
-    parts: list[str] = [
-        words,
-        histogram(*threshold["histogram"], **HISTOGRAM, marks={"limit": threshold["similarity"]}),
-    ]
+    parts: list[str] = [words, ratios(limit)]
     groups = metrics["duplicates"]
     if not groups:
         return [*parts, note("There are none.", kind="good")]
@@ -148,7 +147,10 @@ def duplicates(metrics: Mapping[str, Any], names: Sequence[str], found: Explorat
     return parts
 
 
-HISTOGRAM = {"title": "Similarity to the nearest other image", "xlabel": "similarity"}
+def ratios(limit: Mapping[str, Any]) -> Html:
+    edges, counts = limit["histogram"]
+    title = "Distance to the nearest image, as a share of that to the 20th"
+    return histogram(edges, counts, title=title, xlabel="share", marks={"limit": limit["share"]})
 
 
 def outliers(metrics: Mapping[str, Any], names: Sequence[str], found: Exploration, pictures: Pictures) -> list[str]:

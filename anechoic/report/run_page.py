@@ -13,7 +13,7 @@ import numpy as np
 
 from anechoic.evals.analysis import tsne
 from anechoic.evals.evaluator import Subject
-from anechoic.evals.index import Searchable, default_scaling, nearest_others
+from anechoic.evals.index import SCALING, Searchable, nearest_others
 from anechoic.evals.reconstruction import reconstructions, reconstructs, to_pixels
 from anechoic.evals.verdict import Verdict
 from anechoic.report.charts import line_chart
@@ -294,9 +294,11 @@ def neighbour_parts(subject: Subject) -> list[str]:
     if k < 1:
         return []
     queries = sampled(len(vectors), QUERIES, seed=subject.spec.seed)
-    units = Searchable.of(vectors, default_scaling(*vectors.shape)).units
+    units = Searchable.of(vectors, SCALING).units
     near = nearest_others(units, queries, k=k)
-    parts: list[str] = ["The first of each row, framed, was looked for among all the others, as anechoic search does."]
+    parts: list[str] = [
+        "The first of each row, framed, was looked for among all the others, by the mean token of the last layer."
+    ]
     for query, found, similarities in zip(queries, near.indices.numpy(), near.similarities.tolist(), strict=True):
         rows = np.array([query, *found])
         told = ["", *(f"{similarity:.3f}" for similarity in similarities)]

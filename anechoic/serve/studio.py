@@ -23,11 +23,12 @@ from anechoic.data.loader import min_side_for
 from anechoic.diffusion.generation import Request, generate
 from anechoic.errors import UserError
 from anechoic.evals.analysis import eigenvector_colours
+from anechoic.evals.denoisers import NoisyEncoder
 from anechoic.evals.embedding import Pictures
 from anechoic.evals.encoders import Encoder
 from anechoic.evals.feature_cache import batches, features_of
 from anechoic.evals.features import Pooling, patch_maps
-from anechoic.evals.index import Index, Searchable, default_pooling, default_scaling, open_index
+from anechoic.evals.index import SCALING, VECTOR, Index, Searchable, Vector, encoder_for, open_index
 from anechoic.evals.reconstruction import filled_in, grid_of, reconstructs, to_pixels
 from anechoic.report.run_page import as_bytes
 from anechoic.report.runs import RunOnDisk, encoder_of, open_run
@@ -59,7 +60,9 @@ class Studio:
         """The newest weights; read again when there are newer ones. For the thread that computes alone."""
         weights = model_directory(self.path)
         if self._encoder is None or weights != self._weights:
-            self._encoder, self._weights, self._collection = encoder_of(self.run, device=self.device), weights, None
+            self._encoder, self._weights = encoder_of(self.run, device=self.device), weights
+        if self._collection is not None and self._collection.weights != self._encoder.fingerprint:
+            self._collection = None
         return self._encoder
 
     # ---- images that come in
@@ -136,10 +139,10 @@ class Studio:
         collection = self._collection
         if collection is None:
             raise UserError("There are newer weights, and the images are embedded anew: ask again in a moment.")
-        (vector,) = self.embed([data], layer=-1, pooling=collection.pooling)
-        if isinstance(vector, UserError):
-            raise vector
-        return collection.nearest(np.array([vector["vector"]], np.float32), k=k)
+        seeker, pooling = encoder_for(self.encoder(), collection.vector, -1)
+        given = Pictures([self.decoded(data)], channels=seeker.channels)
+        found = features_of(seeker, given, poolings=(pooling,), device=self.device, cached=False)
+        return collection.nearest(next(iter(found.sets.values())), k=k)
 
     # ---- inside
 
@@ -201,21 +204,20 @@ def hidden_patches(count: int, hidden: Sequence[int] | None, *, ratio: float, se
 class Collection:
     """The images that are searched: an index of vectors, and their pictures by number."""
 
-    def __init__(self, index: Index, pooling: Pooling) -> None:
-        self.index, self.pooling = index, pooling
+    def __init__(self, index: Index, vector: Vector, weights: str) -> None:
+        self.index, self.vector, self.weights = index, vector, weights
 
     @classmethod
     def of(cls, path: Path, where: str, encoder: Encoder, device: str) -> Collection:
         source = open_source(where, channels=encoder.channels)
-        pooling = default_pooling(encoder)
-        index = open_index(
-            encoder, source, encoder_name=str(path), place=where, layer=-1, pooling=pooling, device=device
-        )
-        return cls(index, pooling)
+        # A denoiser's patches are read through its process, and only their mean is handed out.
+        vector: Vector = "mean" if isinstance(encoder, NoisyEncoder) else VECTOR
+        index = open_index(encoder, source, encoder_name=str(path), place=where, vector=vector, device=device)
+        return cls(index, vector, encoder.fingerprint)
 
     @cached_property
     def searchable(self) -> Searchable:
-        return Searchable.of(self.index.vectors, default_scaling(*self.index.vectors.shape))
+        return Searchable.of(self.index.vectors, SCALING)
 
     def __len__(self) -> int:
         return len(self.index.ids)

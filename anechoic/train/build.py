@@ -34,9 +34,17 @@ def open_data(config: Config) -> Source:
     return open_source(data.source, labels=labels, channels=data.channels, size=data.image_size)
 
 
-def make_loader(config: Config, source: Source, indices: np.ndarray, **share: int) -> Loader:
-    """Batches of these samples for ever, in an order that is a function of the seed; share: start, workers, rank and
-    world_size, as the loader takes them."""
+def make_loader(
+    config: Config,
+    source: Source,
+    indices: np.ndarray,
+    *,
+    start: int = 0,
+    workers: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Loader:
+    """Batches of these samples for ever, in an order that is a function of the seed, from sample `start` on."""
     data = config.data
     return Loader(
         Subset(source, indices),
@@ -46,7 +54,10 @@ def make_loader(config: Config, source: Source, indices: np.ndarray, **share: in
         augment=Augment(kind=data.augment, scale=data.scale, flip=data.flip),
         shuffle=True,
         drop_last=True,
-        **share,
+        start=start,
+        workers=workers,
+        rank=rank,
+        world_size=world_size,
     )
 
 
