@@ -1,4 +1,5 @@
-"""The only file that knows torch.distributed: starting processes, who is who, what they agree on.
+"""Several processes by torch.distributed: starting them, who is who, what they agree on. (sharding.py and parts.py share
+weights out over them; no other file knows that library.)
 
 It works alike when this package starts the processes itself, under torchrun or Slurm's equivalent, and with one
 process alone. It does not know what the processes compute.
