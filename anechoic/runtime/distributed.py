@@ -1,7 +1,8 @@
 """Several processes by torch.distributed: starting them, who is who, what they agree on.
 
-Of other files only sharding.py and parts.py, which share weights out over them, know that library. It works alike when this package starts the processes itself, under torchrun or Slurm's equivalent, and with one
-process alone. It does not know what the processes compute.
+Of other files only sharding.py and parts.py, which share weights out over them, know that library. It works alike when
+this package starts the processes itself, under torchrun or Slurm's equivalent, and with one process alone. It does not
+know what the processes compute.
 """
 
 from __future__ import annotations
