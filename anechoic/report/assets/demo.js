@@ -59,7 +59,13 @@
     make("div", { className: "controls" }, make("label", {}, "Thing ", search), make("label", {}, "Kind ", kind), another),
     things, answer);
 
-  let thing = Math.floor(count / 3);
+  // The page opens with a thing that both networks find after their last block and neither after its first, if any.
+  const layersOf = (encoder) => data.searches.map((one, i) => [one, i]).filter(([one]) => one.encoder === encoder).map(([, i]) => i);
+  const placed = (number, i) => place[start(number, Number(from.value), Number(to.value)) + i];
+  const pair = ["residual", "decayed"].map(layersOf);
+  const opens = data.things.findIndex((_, i) =>
+    pair.every((layers) => placed(layers.at(-1), i) === 1 && placed(layers[1], i) > 1));
+  let thing = Math.max(0, opens);
   const buttons = data.things.map((name, i) => {
     const button = make("button", { type: "button", title: name });
     button.setAttribute("aria-label", name);
@@ -139,7 +145,8 @@
     const kept = listed();
     if (kept.length) thing = kept[Math.floor(Math.random() * kept.length)];
     show();
-    buttons[thing].scrollIntoView({ block: "nearest" });
+    things.scrollTop = buttons[thing].offsetTop - things.offsetTop - 60;
   });
   redraw();
+  things.scrollTop = buttons[thing].offsetTop - things.offsetTop - 60;
 })();
