@@ -79,7 +79,7 @@ def data_of(page):
 def index_of(run, photos, vector="mean"):
     encoder = open_encoder(run)
     return open_index(
-        encoder, open_source(photos), encoder_name=str(run), place=str(photos), pooling=vector, device="cpu"
+        encoder, open_source(photos), encoder_name=str(run), place=str(photos), vector=vector, device="cpu"
     )
 
 
@@ -174,7 +174,7 @@ def test_patches_side_by_side(run, photos, width):
     assert flat(encoder, width=width).fingerprint == flat(open_encoder(run), width=width).fingerprint
     assert index_of(run, photos, vector="flat").vectors.shape == (36, 512)
     with pytest.raises(UserError, match="encoder's output"):
-        open_index(encoder, open_source(photos), encoder_name="x", place="y", pooling="flat", layer=1)
+        open_index(encoder, open_source(photos), encoder_name="x", place="y", vector="flat", layer=1)
 
 
 # ---- a pass that is killed

@@ -165,7 +165,7 @@ def opened(
     refuse_swapped(run, data)
     encoder = open_encoder(run, image_size=image_size)
     source = open_source(data, channels=encoder.channels)
-    how: dict[str, Any] = {"pooling": vector, "layer": layer, "device": device, "workers": workers}
+    how: dict[str, Any] = {"vector": vector, "layer": layer, "device": device, "workers": workers}
     return encoder, open_index(encoder, source, encoder_name=run, place=data, **how)
 
 
