@@ -109,7 +109,8 @@ def spaced(name: str) -> str:
 def opening() -> str:
     return (
         "Its drawing is compared with all drawings by the other hand, by the mean token after every block. The page "
-        "opens with a thing that both networks find after their last block and neither after its first; most are not found."
+        "opens with a thing that both networks find after their last block and neither after its first; most are not "
+        "found."
     )
 
 

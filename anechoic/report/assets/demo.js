@@ -128,13 +128,14 @@
       make("b", { textContent: data.things[thing] }), `${text} ${data.hands[hand]}`));
     const head = make("tr", {}, make("th"));
     for (let layer = 0; layer <= depth; layer++) head.append(make("th", { scope: "col", textContent: layer ? `block ${layer}` : "embedding" }));
-    const table = make("table", {},
-      make("caption", { textContent: `The drawing by ${data.hands[other]} that is nearest to it, and the place of the right one among ${count.toLocaleString("en")}. all: how many of all things are found in this way; bars end at 50 %.` }),
-      make("thead", {}, head), make("tbody", {}, ...encoders.map(row)));
+    const told = `The drawing by ${data.hands[other]} that is nearest to it, and the place of the right one among ` +
+      `${count.toLocaleString("en")}. all: how many of all things are found in this way; bars end at 50 %.`;
+    const table = make("table", {}, make("thead", {}, head), make("tbody", {}, ...encoders.map(row)));
     const scroll = make("div", { className: "scroll", tabIndex: 0 }, table);
     scroll.setAttribute("role", "region");
     scroll.setAttribute("aria-label", "What each encoder finds");
-    answer.replaceChildren(make("div", { className: "asked" }, asked(one, "asked: drawn by"), asked(other, "to be found: drawn by")), scroll);
+    answer.replaceChildren(make("div", { className: "asked" }, asked(one, "asked: drawn by"), asked(other, "to be found: drawn by")),
+      make("p", { className: "told", textContent: told }), scroll);
   };
 
   from.addEventListener("change", redraw);
