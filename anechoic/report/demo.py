@@ -195,12 +195,12 @@ def last_row(name: str, subject: Subject, rows: list[dict[str, Any]], drawings: 
 # ---- words
 
 HEADER = {
-    "encoder": "frozen encoder",
+    "encoder": "encoder",
     "mean": "mean token",
     "whitened": "whitened",
     "class": "class token",
     "tokens": "all tokens",
-    "kind": "kind of thing",
+    "kind": "kind",
     "rank": "eff. rank",
     "echo": "echo (CKA)",
 }
