@@ -141,9 +141,7 @@ def test_a_training_is_followed_to_its_end_stopped_and_resumed(browser, tmp_path
             stopped_at = page.evaluate("document.getElementById('progress').value")
             assert 0 < stopped_at < 1
             page.click("#resume")
-            page.wait_for_function(
-                "document.getElementById('summary').textContent.startsWith('Finished')", timeout=180_000
-            )
+            told(page, "#summary", re.compile("^Finished"), seconds=180)
             assert page.evaluate("document.getElementById('progress').value") == 1
             page.wait_for_selector("#verdict strong")
             page.wait_for_selector("#studio:not([hidden])")

@@ -136,8 +136,9 @@ GOOD = Signals(
         ({"crop_retrieval": 0.2}, "worse than raw pixels"),
         ({"crop_retrieval": 0.28}, "learning"),  # less than chance allows
         ({"crop_retrieval": None}, "learning"),
-        ({"rank": 1.1}, "collapsed"),
-        ({"rank": 0.0, "untrained_rank": None}, "collapsed"),
+        ({"rank": 1.1, "crop_retrieval": 0.3}, "collapsed"),
+        ({"rank": 1.1}, "learning"),  # what finds images has not collapsed
+        ({"rank": 0.0, "untrained_rank": None, "crop_retrieval": None}, "collapsed"),
         ({"crop_retrieval": 0.2, "late_gain": 0.0, "rank": 1.0}, "collapsed"),
     ],
 )

@@ -118,7 +118,8 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:
     def rho(a: np.ndarray, b: np.ndarray) -> float:
         return 0.0 if np.ptp(a) == 0 or np.ptp(b) == 0 else float(spearmanr(a, b).statistic)
 
-    drawn = bootstrap((a, b), rho, paired=True, vectorized=False, method="percentile", rng=np.random.default_rng(0))
+    how: dict[str, Any] = {"n_resamples": 2000, "method": "percentile", "rng": np.random.default_rng(0)}
+    drawn = bootstrap((a, b), rho, paired=True, vectorized=False, **how)
     low, high = drawn.confidence_interval
     return {"rho": rho(a, b), "low": float(low), "high": float(high), "runs": len(pairs)}
 

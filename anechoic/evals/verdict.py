@@ -22,8 +22,9 @@ Word = Literal["learning", "plateaued", "collapsed", "worse than raw pixels"]
 
 # Images that are looked at; more would only take longer.
 SAMPLES = 512
-# Collapsed: the features fill less than this many directions, or this share of what the untrained network fills.
-LEAST_RANK, LEAST_RANK_SHARE = 1.5, 0.2
+# Collapsed: the features fill fewer directions than this, and find an image no more often than its pixels do. Above it
+# rank predicts nothing, so it decides nothing.
+LEAST_RANK = 1.5
 # Plateaued: the last third of the training brought less than this share of all that the loss fell.
 LEAST_LATE_GAIN = 0.02
 # A difference of two shares counts if it is larger than so many standard errors.
@@ -185,16 +186,17 @@ def verdict_of(signals: Signals, *, alpha_min: float | None = None) -> Verdict:
 
 def collapsed(signals: Signals) -> bool:
     few = signals.rank is not None and signals.rank < LEAST_RANK
-    fewer = signals.rank_share is not None and signals.rank_share < LEAST_RANK_SHARE
-    return few or fewer
+    return few and not (signals.crop_lead is not None and signals.crop_lead > chance(signals))
 
 
 def worse_than_pixels(signals: Signals) -> bool:
     """By more than chance."""
-    lead = signals.crop_lead
-    if lead is None:
-        return False
-    return lead < -ERRORS * math.hypot(signals.crop_error or 0.0, signals.pixel_crop_error or 0.0)
+    return signals.crop_lead is not None and signals.crop_lead < -chance(signals)
+
+
+def chance(signals: Signals) -> float:
+    """A lead in crop retrieval that may be chance."""
+    return ERRORS * math.hypot(signals.crop_error or 0.0, signals.pixel_crop_error or 0.0)
 
 
 def reasons_of(signals: Signals) -> list[str]:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field
 
 from anechoic import __version__
 from anechoic.errors import UserError
-from anechoic.serve.control import Control
+from anechoic.serve.control import Control, State
 from anechoic.serve.guard import Guard, Limits, Refusal
 from anechoic.serve.page import live_page, report_of, status_of, verdict_on
 from anechoic.serve.studio import Studio
@@ -93,7 +93,7 @@ class Status(BaseModel):
     """charts: the curves so far, as HTML; searchable: the images are embedded; problem: why a training that was resumed
     here has ended early, or the images cannot be embedded."""
 
-    state: Literal["running", "stopped", "finished"]
+    state: State
     name: str
     seen: int
     samples: int
@@ -117,7 +117,7 @@ class Judgement(BaseModel):
 
 
 class Done(BaseModel):
-    state: Literal["running", "stopped", "finished"]
+    state: State
 
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {

@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 from anechoic.errors import UserError
 from anechoic.runtime.children import Children
 from anechoic.runtime.run import holder
 
 LOG = "resumed.log"
+State = Literal["running", "stopped", "finished"]
 
 
 class Control:
@@ -25,8 +27,7 @@ class Control:
         self.resumed: subprocess.Popen | None = None
 
     @property
-    def state(self) -> str:
-        """running, finished or stopped"""
+    def state(self) -> State:
         if self.starting or holder(self.run) is not None:
             return "running"
         return "finished" if (self.run / "results.json").exists() else "stopped"

@@ -34,7 +34,7 @@ def run_server(
     where = f"http://{'[' + host + ']' if ':' in host else host}:{listener.getsockname()[1]}/"
     print(f"{run} at {where}{'?token=...' if token else ''} (Ctrl-C ends it)", file=sys.stderr, flush=True)
     config = uvicorn.Config(
-        served.app,  # type: ignore[arg-type]
+        served.app,
         http=ImpatientProtocol,
         ws="none",
         log_level=logging.WARNING,
