@@ -310,6 +310,20 @@ def test_neighbours_of_all_leave_each_itself_out(monkeypatch):
     assert all(len(set(row)) == 4 for row in found.indices.tolist())
 
 
+def test_memory_does_not_grow_with_the_square_of_the_collection():
+    """All similarities of 20,000 images would take 1.6 GB; in a process of its own, whose peak is nobody else's."""
+    script = """
+import resource, torch
+from anechoic.evals import exploring
+units = torch.nn.functional.normalize(torch.randn(20_000, 16), dim=1)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+exploring.duplicate_pairs(near := exploring.all_neighbours(units), exploring.duplicate_limit(near))
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(ended.stdout) < 500
+
+
 def test_a_row_hidden_among_its_equals_is_still_left_out():
     same = torch.ones(6, 1)
     found = nearest_others(same, np.arange(6), k=3)
