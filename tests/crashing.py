@@ -109,9 +109,11 @@ def disturb(training: Training, name: str) -> str:
     elif running is None and hit:
         os.kill(pid, signal.SIGTERM)  # so that there is a training left to disturb
     code, words = training.finish(pid), training.log.read_text()
-    if undo is not None and code == 2:
+    refused = undo is not None and code == 2
+    if undo is not None and (refused or name == "image changed or lost"):
+        undo()  # a run mends its own files, never somebody's images
+    if refused:
         assert is_refusal(code, words), words
-        undo()
         return "refused"
     expected = (0, 128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
     told = is_refusal(code, words) and ("was ended by" in words or "was ended from outside" in words)

@@ -122,7 +122,7 @@ class Training:
                 break
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                 return False
-            time.sleep(0.004)
+            time.sleep(0.01)
         return True
 
     def seen(self) -> int:

@@ -201,3 +201,33 @@ def test_postscript_stays_out():
     assert not {"EPS", "WMF"} & set(decoding.FORMATS)
     with pytest.raises(decoding.Undecodable):
         decoding.decode(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\nshowpage\n")
+
+
+# ---- sweeps
+
+
+def test_a_sweep_fixes_settings_beside_those_it_varies(tmp_path, capsys):
+    words = ["sweep", "pocket_mae_digits", "--vary", "shortcut.alpha_min", "0.6", "1.0", "--out", str(tmp_path)]
+    assert main([*words, "--fix", "optim.samples", "1280", "--fix", "optim.batch_size", "64", "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("| 1,280 |") == 2
+    told = sentence(capsys, *words, "--fix", "shortcut.alpha_min", "0.7", "--dry-run")
+    assert "shortcut.alpha_min is both fixed and varied" in told
+    assert "There is no setting optim.smaples" in sentence(capsys, *words, "--fix", "optim.smaples", "7", "--dry-run")
+
+
+def test_a_sweep_into_a_file_says_now_and_then_how_far_it_is(monkeypatch, tmp_path):
+    from anechoic.paper import sweep
+    from anechoic.paper.trial import Trial
+    from anechoic.recipes import recipe
+
+    trial = Trial("alpha0.6-seed0", "alpha0.6", recipe("pocket_mae_digits"))
+    out = io.StringIO()
+    folders = sweep.Folders(tmp_path, tmp_path, tmp_path)
+    table = sweep.Table([trial], folders, sweep.Progress(), out, estimates={trial.name: 600.0})
+    job = sweep.Job(trial, None, 0, 0.0)
+    table.draw([job])
+    assert out.getvalue() == ""
+    monkeypatch.setattr(sweep, "TELL_EVERY", 0.0)
+    table.draw([job])
+    assert out.getvalue() == "0 of 1  running alpha0.6-seed0 0 %; about 10 min left\n"

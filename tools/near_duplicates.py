@@ -74,7 +74,7 @@ def main() -> None:
         encoder, source = open_encoder(asked.run), open_source(place)
         vectors: Any
         for vectors in ("mean", "flat"):
-            index = open_index(encoder, source, encoder_name=asked.run, place=str(place), pooling=vectors, device="cpu")
+            index = open_index(encoder, source, encoder_name=asked.run, place=str(place), vector=vectors, device="cpu")
             names = index.names()
             for scaling in SCALINGS:
                 near = all_neighbours(Searchable.of(index.vectors, scaling).units)

@@ -9,6 +9,7 @@ neither labels nor metrics.
 from __future__ import annotations
 
 import os
+import shutil
 import time
 import warnings
 import zlib
@@ -156,8 +157,12 @@ def read(folder: Path, wanted: Sequence[Key], source: Source) -> Features:
 def compute(encoder: Encoder, source: Source, wanted: Sequence[Key], folder: Path, **how: Any) -> None:
     """One pass over the source; files take their names, and are listed, only when they are complete."""
     unfinished = Unfinished(folder / UNFINISHED, encoder, source, wanted, device=how["device"])
-    with unfinished.going_on() as tables:
-        fill(encoder, source, tables, unfinished=unfinished, **how)
+    try:
+        with unfinished.going_on() as tables:
+            fill(encoder, source, tables, unfinished=unfinished, **how)
+    except OSError:
+        shutil.rmtree(unfinished.folder, ignore_errors=True)  # a full disk gets back what room it had
+        raise
     unfinished.complete()
     # Nobody reads before the index lists the files, and only the holder of the lock writes.
     made = {path.name: file_crc(path) for path in unfinished.folder.glob("*.npy")}

@@ -1,7 +1,7 @@
 """The index of a collection: one vector per image, kept beside the feature cache, and the search in it.
 
-It belongs to an encoder, a layer and a pooling on one place of images. Added images are embedded and removed ones left
-out when it is opened again; other weights mean other vectors, so then all are. Search is exact.
+It belongs to an encoder, a layer and a kind of vector on one place of images. Added images are embedded and removed
+ones left out when it is opened again; other weights mean other vectors, so then all are. Search is exact.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ FLAT_WIDTH = 512
 # What searched best on held-out labels (results/search-vectors.json, docs/finding.md).
 VECTOR: Vector = "flat"
 SCALING: Scaling = "standardised"
-ROWS_PER_CHANNEL = 2
 
 VECTORS, KEYS, CARD = "vectors.npy", "keys.npy", "index.json"
 
@@ -64,15 +63,15 @@ def open_index(
     *,
     encoder_name: str,
     place: str,
-    pooling: Vector = VECTOR,
+    vector: Vector = VECTOR,
     layer: int = -1,
     device: str = "auto",
     workers: int = 0,
 ) -> Index:
     """Read, extend or build the index of this place (a path or the name of a source) by this encoder."""
-    what = digest("index", absolute(encoder_name), absolute(place), layer, pooling, source.channels)
-    encoder, pooled = encoder_for(encoder, pooling, layer)
-    (number,) = choose_layers((-1 if pooling == "flat" else layer,), count=len(encoder.widths))
+    what = digest("index", absolute(encoder_name), absolute(place), layer, vector, source.channels)
+    encoder, pooled = encoder_for(encoder, vector, layer)
+    (number,) = choose_layers((-1 if vector == "flat" else layer,), count=len(encoder.widths))
     folder = cache_dir() / "index" / what
     how: dict[str, Any] = {"layers": (number,), "poolings": (pooled,), "device": device, "workers": workers}
     keys = identities(source)
@@ -214,16 +213,6 @@ def merge(path: Path, ids: np.ndarray, parts: Sequence[Part]) -> None:
 
 
 # ---- search
-
-
-def default_pooling(encoder: Encoder) -> Pooling:
-    """For whoever compares pooled vectors: the mean of the patches."""
-    return "mean" if "mean" in encoder.poolings else encoder.poolings[0]
-
-
-def default_scaling(count: int, width: int) -> Scaling:
-    """For pooled vectors: whitened, if there are enough of them to tell the variance of every direction."""
-    return "whitened" if count >= ROWS_PER_CHANNEL * width else "centred"
 
 
 @dataclass(frozen=True)

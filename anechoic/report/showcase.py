@@ -54,7 +54,7 @@ def demo_page(demo: Demo, out: Path, result: Mapping[str, Any]) -> str:
         f"(alpha_min {ARMS['decayed']:g}), all else equal. Which one has learned the thing, and which the drawing?"
     )
     sections = [
-        Section("Pick a thing", [picker(demo)]),
+        Section("Pick a thing", [opening(), picker(demo)]),
         Section("What they are worth", worth(demo, things)),
         Section("Block by block", [charts(demo)]),
         Section("Maps", maps(demo, seed=seed)),
@@ -106,6 +106,14 @@ def spaced(name: str) -> str:
     return name.replace("-", " ")
 
 
+def opening() -> str:
+    return (
+        "Its drawing is compared with all drawings by the other hand, by the mean token after every block. The page "
+        "opens with a thing that both networks find after their last block and neither after its first; most are not "
+        "found."
+    )
+
+
 def packed(arrays: list[np.ndarray]) -> str:
     """Unsigned 16-bit numbers, little-endian, as base64; -1 becomes 65535."""
     return base64.b64encode(np.stack(arrays).astype("<i2").view("<u2").tobytes()).decode()
@@ -116,13 +124,13 @@ def packed(arrays: list[np.ndarray]) -> str:
 
 def worth(demo: Demo, things: int) -> list[str]:
     caption = (
-        f"How often the nearest of {things:,} drawings by another hand is the same thing, in per cent, mean over pairs "
-        "of hands, by the last block's mean token (as it is, and whitened), class token, and all patch tokens as one "
-        "vector; how often the nearest drawings of other things by other hands are of the same kind; effective rank "
-        "and echo of the mean token."
+        f"Frozen, last block. How often the nearest of {things:,} drawings by another hand is the same thing, in per "
+        "cent, mean over pairs of hands, by the mean token (as it is, and whitened), class token, and all patch tokens "
+        "as one vector; how often the nearest drawings of other things by other hands are of the same kind; effective "
+        "rank and echo of the mean token."
     )
     rows = [[found[key] for key in HEADER] for found in demo.rows]
-    return [table(list(HEADER.values()), rows, caption=caption), note(verdict(demo))]
+    return [note(verdict(demo)), table(list(HEADER.values()), rows), caption]
 
 
 def charts(demo: Demo) -> Html:
@@ -180,7 +188,7 @@ def hands_map(subject: Subject, *, seed: int) -> Html:
         sheet=sheet(pictures, side=48),
         neighbours=[[j for j in near if j != i][:NEIGHBOURS] for i, near in enumerate(found)],
         filter_label="Hand",
-        caption=f"{len(rows):,} drawings of {len(shown)} things.",
+        caption=f"{len(rows):,} drawings of {len(np.unique(shown))} things.",
     )
 
 

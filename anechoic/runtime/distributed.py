@@ -1,7 +1,8 @@
-"""The only file that knows torch.distributed: starting processes, who is who, what they agree on.
+"""Several processes by torch.distributed: starting them, who is who, what they agree on.
 
-It works alike when this package starts the processes itself, under torchrun or Slurm's equivalent, and with one
-process alone. It does not know what the processes compute.
+Of other files only sharding.py and parts.py, which share weights out over them, know that library. It works alike when
+this package starts the processes itself, under torchrun or Slurm's equivalent, and with one process alone. It does not
+know what the processes compute.
 """
 
 from __future__ import annotations

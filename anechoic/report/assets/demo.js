@@ -59,7 +59,13 @@
     make("div", { className: "controls" }, make("label", {}, "Thing ", search), make("label", {}, "Kind ", kind), another),
     things, answer);
 
-  let thing = Math.floor(count / 3);
+  // The page opens with a thing that both networks find after their last block and neither after its first, if any.
+  const layersOf = (encoder) => data.searches.map((one, i) => [one, i]).filter(([one]) => one.encoder === encoder).map(([, i]) => i);
+  const placed = (number, i) => place[start(number, Number(from.value), Number(to.value)) + i];
+  const pair = ["residual", "decayed"].map(layersOf);
+  const opens = data.things.findIndex((_, i) =>
+    pair.every((layers) => placed(layers.at(-1), i) === 1 && placed(layers[1], i) > 1));
+  let thing = Math.max(0, opens);
   const buttons = data.things.map((name, i) => {
     const button = make("button", { type: "button", title: name });
     button.setAttribute("aria-label", name);
@@ -122,13 +128,14 @@
       make("b", { textContent: data.things[thing] }), `${text} ${data.hands[hand]}`));
     const head = make("tr", {}, make("th"));
     for (let layer = 0; layer <= depth; layer++) head.append(make("th", { scope: "col", textContent: layer ? `block ${layer}` : "embedding" }));
-    const table = make("table", {},
-      make("caption", { textContent: `The drawing by ${data.hands[other]} that is nearest to it, and the place of the right one among ${count.toLocaleString("en")}. all: how many of all things are found in this way; bars end at 50 %.` }),
-      make("thead", {}, head), make("tbody", {}, ...encoders.map(row)));
+    const told = `The drawing by ${data.hands[other]} that is nearest to it, and the place of the right one among ` +
+      `${count.toLocaleString("en")}. all: how many of all things are found in this way; bars end at 50 %.`;
+    const table = make("table", {}, make("thead", {}, head), make("tbody", {}, ...encoders.map(row)));
     const scroll = make("div", { className: "scroll", tabIndex: 0 }, table);
     scroll.setAttribute("role", "region");
     scroll.setAttribute("aria-label", "What each encoder finds");
-    answer.replaceChildren(make("div", { className: "asked" }, asked(one, "asked: drawn by"), asked(other, "to be found: drawn by")), scroll);
+    answer.replaceChildren(make("div", { className: "asked" }, asked(one, "asked: drawn by"), asked(other, "to be found: drawn by")),
+      make("p", { className: "told", textContent: told }), scroll);
   };
 
   from.addEventListener("change", redraw);
@@ -139,7 +146,8 @@
     const kept = listed();
     if (kept.length) thing = kept[Math.floor(Math.random() * kept.length)];
     show();
-    buttons[thing].scrollIntoView({ block: "nearest" });
+    things.scrollTop = buttons[thing].offsetTop - things.offsetTop - 60;
   });
   redraw();
+  things.scrollTop = buttons[thing].offsetTop - things.offsetTop - 60;
 })();
