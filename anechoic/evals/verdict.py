@@ -23,10 +23,10 @@ Word = Literal["learning", "plateaued", "collapsed", "worse than raw pixels"]
 # Images that are looked at; more would only take longer.
 SAMPLES = 512
 # Collapsed: the features fill fewer directions than this, and find an image no more often than its pixels do. Above it
-# rank predicts nothing, so it decides nothing.
+# rank decides nothing: whether it predicts anything depends on the data.
 LEAST_RANK = 1.5
-# Plateaued: the last third of the training brought less than this share of all that the loss fell, or hidden patches are
-# guessed less than this share better than by the mean patch.
+# Plateaued: the last third of the training brought less than this share of all that the loss fell, or hidden patches
+# are guessed less than this share better than by the mean patch.
 LEAST_LATE_GAIN, LEAST_SKILL = 0.02, 0.05
 # A difference of two shares counts if it is larger than so many standard errors.
 ERRORS = 2.0
