@@ -177,7 +177,7 @@ def check_page(output: Path | None) -> None:
 def about(encoder: Encoder, index: Index, vector: str, scaling: str) -> dict[str, Any]:
     return {
         "encoder": encoder.name,
-        "vector": f"{scaling} {VECTORS[vector]}",
+        "vector": f"{VECTORS[vector]}, {scaling}",
         "images": len(index.ids),
         "added": index.added,
         "removed": index.removed,
@@ -246,8 +246,8 @@ def explore_text(metrics: dict[str, Any]) -> str:
 
     groups = metrics["duplicates"]
     lines = [
-        f"{metrics['images']:,} images in {metrics['folders']:,} folders, by the {metrics['vector']} of "
-        f"{metrics['encoder']}.",
+        f"{metrics['images']:,} images in {metrics['folders']:,} folders, as {metrics['encoder']} sees them "
+        f"({metrics['vector']}).",
         f"Near-duplicates (closer than {metrics['limit']['share']:.2f} of the distance to other neighbours): "
         f"{len(groups)} groups, {sum(len(group['images']) for group in groups)} images"
         + (f"; the closest are {', '.join(item['image'] for item in groups[0]['images'][:3])}." if groups else "."),

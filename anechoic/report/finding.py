@@ -77,8 +77,8 @@ def search_page(result: Mapping[str, Any], queries: Sequence[Query], found_in: S
     lines = [[row[name] for name in header] for row in metrics["rows"]]
     sections.append(Section("The list", [download("neighbours.csv", header, lines)]))
     lead = (
-        f"The nearest of {metrics['images']:,} images in {result['config']['data']}, by the cosine of the "
-        f"{metrics['vector']} of {metrics['encoder']}. The first picture of each row is the query."
+        f"The nearest of {metrics['images']:,} images in {result['config']['data']}, by cosine, as "
+        f"{metrics['encoder']} sees them ({metrics['vector']}). The first picture of each row is the query."
     )
     return page("Nearest images", sections, lead=lead, footer=footer_of(result), data=result)
 
@@ -88,8 +88,8 @@ def explore_page(result: Mapping[str, Any], index: Index, found: Exploration) ->
     metrics = result["metrics"]
     pictures, names = Pictures(index.source), index.names()
     lead = (
-        f"{metrics['images']:,} images in {result['config']['data']}, seen by {metrics['encoder']} "
-        f"({metrics['vector']})."
+        f"{metrics['images']:,} images in {result['config']['data']}, as {metrics['encoder']} "
+        f"sees them ({metrics['vector']})."
     )
     counts = [
         ["images", metrics["images"]],

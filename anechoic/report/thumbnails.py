@@ -11,7 +11,7 @@ from PIL import Image
 
 from anechoic.report.html import Sheet
 
-SIDE = 96
+SIDE, TINY = 96, 16
 
 
 def thumbnail(pixels: np.ndarray, *, side: int = SIDE) -> str:
@@ -32,13 +32,14 @@ def sheet(images: Iterable[np.ndarray], *, side: int = 64) -> Sheet:
 
 
 def fitted(pixels: np.ndarray, side: int) -> Image.Image:
-    """Its longer side `side` at most; much smaller ones are enlarged by a whole factor, their pixels kept apart."""
+    """Its longer side is `side`; tiny ones are enlarged by a whole factor, their pixels kept apart."""
     picture = as_picture(pixels)
-    factor = side // max(picture.size)
-    if factor >= 2:
+    longer = max(picture.size)
+    if longer <= TINY:
+        factor = max(1, side // longer)
         return picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
-    picture.thumbnail((side, side), Image.Resampling.LANCZOS)
-    return picture
+    size = (max(1, round(side * picture.width / longer)), max(1, round(side * picture.height / longer)))
+    return picture.resize(size, Image.Resampling.LANCZOS)
 
 
 def as_picture(pixels: np.ndarray) -> Image.Image:
