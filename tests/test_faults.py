@@ -83,14 +83,16 @@ def test_a_second_interrupt_ends_at_once(tmp_path):
         "with catch_signals() as stop:\n"
         "    stop.in_loop = True\n"
         "    print('ready', flush=True)\n"
+        "    while not stop.asked:\n"
+        "        time.sleep(0.01)\n"
+        "    print('asked', flush=True)\n"
         "    while True:\n"
         "        time.sleep(0.01)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
-    assert process.poll() is None
+    assert process.stdout.readline() == "asked\n"
     process.send_signal(signal.SIGINT)
     assert process.wait(PATIENCE) == 128 + signal.SIGINT
     process.stdout.close()

@@ -181,7 +181,7 @@ def test_table_4_is_the_papers(metric):
 @pytest.mark.parametrize("scale", catalogue.SCALES)
 def test_a_dry_run_lists_every_run_and_touches_nothing(scale, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, out, error = cli("reproduce", "all", "--scale", scale, "--dry-run", "--data", tmp_path / "none", "--json")
+    code, out, error = cli("reproduce", "all", "--scale", scale, "--dry-run", "--data", tmp_path, "--json")
     assert code == 0, error
     found = json.loads(out)["metrics"]
     grids = catalogue.choose("all", scale)
@@ -221,7 +221,7 @@ def test_the_map_is_not_at_full_scale():
 
 
 def test_missing_data_is_one_sentence_and_nothing_is_started(tmp_path):
-    arguments = ("--data", tmp_path / "none", "--results", tmp_path / "results", "--runs", tmp_path / "runs")
+    arguments = ("--data", tmp_path, "--results", tmp_path / "results", "--runs", tmp_path / "runs")
     error = mistake("reproduce", "table2", *arguments)
     assert "There is no cifar100/" in error
     assert "--data" in error
