@@ -1,4 +1,4 @@
-"""Which vector finds best: every pooling and scaling of some encoders, measured on labelled images they never saw.
+"""Which vector finds best: every pooling and scaling of some encoders, measured with labels they never saw.
 
     python tools/search_vectors.py results/search-vectors.json --emoji RUN ... --photos RUN TRAIN VAL
 

@@ -56,7 +56,7 @@ def search(
         output: a page with the pictures, which opens from disk.
         layer: 0 is the embedding, k the k-th block, -1 the encoder's output.
         vector: all patches side by side (flat), the class token, the mean of the patches, or of all tokens; flat and
-            standardised searched best on held-out labels.
+            standardised searched best, measured with labels.
         scaling: raw; centred to mean 0; standardised, each channel to deviation 1 too; or whitened, all directions.
         engine: torch, or faiss, which needs an extra package; both are exact.
         image_size: side of the images, if other than the model's own.
@@ -123,7 +123,7 @@ def explore(
         clusters: how many; by default the number with the best silhouette.
         layer: 0 is the embedding, k the k-th block, -1 the encoder's output.
         vector: all patches side by side (flat), the class token, the mean of the patches, or of all tokens; flat and
-            standardised searched best on held-out labels.
+            standardised searched best, measured with labels.
         scaling: raw; centred to mean 0; standardised, each channel to deviation 1 too; or whitened, all directions.
         image_size: side of the images, if other than the model's own.
         device: cpu, cuda, mps; auto takes an accelerator if there is one.

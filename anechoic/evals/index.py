@@ -34,7 +34,7 @@ log = logging.getLogger("anechoic")
 # The vector an index is made of: pooled tokens, or all patches side by side (flat), summed into this many channels.
 Vector = Literal["class", "mean", "all", "flat"]
 FLAT_WIDTH = 512
-# What searched best on held-out labels (results/search-vectors.json, docs/finding.md).
+# What searched best, measured with labels (results/search-vectors.json, docs/finding.md).
 VECTOR: Vector = "flat"
 SCALING: Scaling = "standardised"
 
