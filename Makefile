@@ -64,7 +64,7 @@ demo: $(VENV)/core
 
 # The site, which opens from disk: site/index.html.
 docs: install
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 def site(tmp_path_factory):
     pytest.importorskip("material", reason="the site is built by mkdocs-material")
     out = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     return out

@@ -133,6 +133,7 @@ GOOD = Signals(
         ({}, "learning"),
         ({"late_gain": 0.001}, "plateaued"),
         ({"late_gain": None}, "learning"),
+        ({"masked_loss": 0.99}, "plateaued"),  # hardly better than the mean patch
         ({"crop_retrieval": 0.2}, "worse than raw pixels"),
         ({"crop_retrieval": 0.28}, "learning"),  # less than chance allows
         ({"crop_retrieval": None}, "learning"),
@@ -146,7 +147,7 @@ def test_the_verdict_follows_from_the_signals(changes, word):
     verdict = verdict_of(replace(GOOD, **changes))
     assert verdict.word == word
     assert verdict.text.startswith(f"Verdict: {word}.")
-    assert verdict.to_json()["signals"]["skill"] == pytest.approx(0.6)
+    assert verdict.to_json()["signals"]["skill"] == pytest.approx(1 - verdict.signals.masked_loss)
 
 
 def test_reasons_name_what_was_measured():

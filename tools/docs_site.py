@@ -172,6 +172,7 @@ def signature(name: str, thing: Any) -> str:
         found = str(inspect.signature(thing))
     except ValueError:  # some classes written in C, and exceptions
         found = "(...)"
+    found = re.sub(r"<function (\w+) at 0x[0-9a-f]+>", r"\1", found)
     text = name + re.sub(r"(?<=[:>\[,] )?'([A-Za-z_][^']*)'", r"\1", found)
     return text if len(text) < 100 else re.sub(r", (?=\w+:|\*)", ",\n    ", text)
 

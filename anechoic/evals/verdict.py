@@ -23,10 +23,11 @@ Word = Literal["learning", "plateaued", "collapsed", "worse than raw pixels"]
 # Images that are looked at; more would only take longer.
 SAMPLES = 512
 # Collapsed: the features fill fewer directions than this, and find an image no more often than its pixels do. Above it
-# rank predicts nothing, so it decides nothing.
+# rank decides nothing: whether it predicts anything depends on the data.
 LEAST_RANK = 1.5
-# Plateaued: the last third of the training brought less than this share of all that the loss fell.
-LEAST_LATE_GAIN = 0.02
+# Plateaued: the last third of the training brought less than this share of all that the loss fell, or hidden patches
+# are guessed less than this share better than by the mean patch.
+LEAST_LATE_GAIN, LEAST_SKILL = 0.02, 0.05
 # A difference of two shares counts if it is larger than so many standard errors.
 ERRORS = 2.0
 
@@ -179,7 +180,7 @@ def verdict_of(signals: Signals, *, alpha_min: float | None = None) -> Verdict:
         word = "collapsed"
     elif worse_than_pixels(signals):
         word = "worse than raw pixels"
-    elif signals.late_gain is not None and signals.late_gain < LEAST_LATE_GAIN:
+    elif plateaued(signals):
         word = "plateaued"
     return Verdict(word, reasons, advice_of(word, signals, alpha_min), signals)
 
@@ -187,6 +188,11 @@ def verdict_of(signals: Signals, *, alpha_min: float | None = None) -> Verdict:
 def collapsed(signals: Signals) -> bool:
     few = signals.rank is not None and signals.rank < LEAST_RANK
     return few and not (signals.crop_lead is not None and signals.crop_lead > chance(signals))
+
+
+def plateaued(signals: Signals) -> bool:
+    late = signals.late_gain is not None and signals.late_gain < LEAST_LATE_GAIN
+    return late or (signals.skill is not None and signals.skill < LEAST_SKILL)
 
 
 def worse_than_pixels(signals: Signals) -> bool:
@@ -201,14 +207,6 @@ def chance(signals: Signals) -> float:
 
 def reasons_of(signals: Signals) -> list[str]:
     found = []
-    if signals.crop_retrieval is not None and signals.pixel_crop_retrieval is not None:
-        beside = [f"{100 * signals.pixel_crop_retrieval:.0f} % by raw pixels"]
-        if signals.untrained_crop_retrieval is not None:
-            beside.append(f"{100 * signals.untrained_crop_retrieval:.0f} % by the untrained network")
-        found.append(
-            f"An image is found again by another crop of it among {signals.images} in "
-            f"{100 * signals.crop_retrieval:.0f} % of tries ({', '.join(beside)})."
-        )
     if signals.skill is not None:
         loss, mean = f"{signals.masked_loss:.3f}", f"{signals.mean_patch_loss:.3f}"
         found.append(
@@ -216,6 +214,14 @@ def reasons_of(signals: Signals) -> list[str]:
             "guessing the mean patch."
             if signals.skill > 0
             else f"Hidden patches are guessed no better (loss {loss}) than by always guessing the mean patch ({mean})."
+        )
+    if signals.crop_retrieval is not None and signals.pixel_crop_retrieval is not None:
+        beside = [f"{100 * signals.pixel_crop_retrieval:.0f} % by raw pixels"]
+        if signals.untrained_crop_retrieval is not None:
+            beside.append(f"{100 * signals.untrained_crop_retrieval:.0f} % by the untrained network")
+        found.append(
+            f"An image is found again by another crop of it among {signals.images} in "
+            f"{100 * signals.crop_retrieval:.0f} % of tries ({', '.join(beside)})."
         )
     if signals.rank is not None:
         beside_it = f"; the untrained network's fill {signals.untrained_rank:.1f}" if signals.untrained_rank else ""
