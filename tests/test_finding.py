@@ -18,6 +18,7 @@ from zoo import make
 import anechoic
 from anechoic.cli import main
 from anechoic.data import open_source
+from anechoic.data.cache import cache_dir
 from anechoic.errors import UserError
 from anechoic.evals import exploring, feature_cache
 from anechoic.evals.encoders import flat, open_encoder
@@ -136,9 +137,9 @@ def test_other_weights_mean_another_index(run, photos, caplog):
     assert not np.allclose(before, after.vectors)
 
 
-def test_a_damaged_index_is_made_anew(run, photos, caplog, private_cache):
+def test_a_damaged_index_is_made_anew(run, photos, caplog):
     before = np.array(index_of(run, photos).vectors)
-    newest = max((private_cache / "index").iterdir(), key=lambda folder: folder.stat().st_mtime)
+    newest = max((cache_dir() / "index").iterdir(), key=lambda folder: folder.stat().st_mtime)
     file = newest / "vectors.npy"
     content = bytearray(file.read_bytes())
     content[-3] ^= 1

@@ -47,8 +47,7 @@ def test_a_full_queue_says_come_again(run, pictures):
     image = (pictures / "00.jpg").read_bytes()
     with serving(run, limits=Limits(queue=1)) as client, ThreadPoolExecutor(8) as pool:
         gate = threading.Event()
-        held = pool.submit(hold, client.served.worker, gate)
-        wait_for(lambda: client.served.worker.jobs.empty() and held.running())
+        hold(client.served.worker, gate, pool)
         waiting = pool.submit(client.upload, "/embed", image)
         wait_for(client.served.worker.jobs.full)
         refused = client.upload("/embed", image)
@@ -59,8 +58,28 @@ def test_a_full_queue_says_come_again(run, pictures):
         assert client.upload("/embed", image).status == 200
 
 
-def hold(worker, gate):
-    return asyncio.run(worker.run("hold", lambda arguments: [gate.wait(20) for _ in arguments], None, seconds=20))
+def hold(worker, gate, pool):
+    """Keep the worker busy until the gate opens; returns when it is."""
+    holder = Holder(gate)
+    pool.submit(lambda: asyncio.run(worker.run("hold", holder, None, seconds=60)))
+    assert holder.started.wait(60)
+
+
+class Holder:
+    """A computation that waits for a gate, and tells that it was begun."""
+
+    def __init__(self, gate):
+        self.gate, self.started = gate, threading.Event()
+
+    def __call__(self, arguments):
+        self.started.set()
+        return [self.gate.wait(60) for _ in arguments]
+
+
+def run_apart(coroutine):
+    """In a thread without an event loop: the browser of other tests keeps one running in this one."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()
 
 
 def test_requests_at_once_are_bounded(run):
@@ -76,7 +95,7 @@ def test_requests_at_once_are_bounded(run):
 def test_a_job_that_takes_too_long_is_given_up(run, pictures):
     with serving(run, limits=Limits(job_seconds=0.2)) as client, ThreadPoolExecutor(1) as pool:
         gate = threading.Event()
-        pool.submit(hold, client.served.worker, gate)
+        hold(client.served.worker, gate, pool)
         assert client.upload("/embed", (pictures / "00.jpg").read_bytes()).status == 503
         gate.set()
 
@@ -89,14 +108,16 @@ def test_jobs_of_a_kind_are_computed_together():
         return [x * x if x != 3 else UserError("three") for x in arguments]
 
     async def several():
-        jobs = [asyncio.create_task(worker.run("hold", lambda a: [gate.wait(10) for _ in a], None, seconds=10))]
-        await asyncio.sleep(0.05)
-        jobs += [asyncio.create_task(worker.run("square", count, x, seconds=10)) for x in (1, 2, 3, 4)]
-        await asyncio.sleep(0.05)
+        holder = Holder(gate)
+        jobs = [asyncio.create_task(worker.run("hold", holder, None, seconds=60))]
+        await asyncio.to_thread(holder.started.wait)
+        jobs += [asyncio.create_task(worker.run("square", count, x, seconds=60)) for x in (1, 2, 3, 4)]
+        while worker.jobs.qsize() < 4:
+            await asyncio.sleep(0.01)
         gate.set()
         return await asyncio.gather(*jobs, return_exceptions=True)
 
-    _, one, two, three, four = asyncio.run(several())
+    _, one, two, three, four = run_apart(several())
     assert (one, two, four) == (1, 4, 16)
     assert isinstance(three, UserError)
     assert groups == [4]
@@ -108,16 +129,18 @@ def test_a_full_worker_is_busy():
     worker, gate = Worker(waiting=1), threading.Event()
 
     async def crowd():
-        jobs = []
-        for _ in range(2):
-            jobs.append(asyncio.create_task(worker.run(object(), lambda a: [gate.wait(10)], None, seconds=10)))
-            await asyncio.sleep(0.05)
+        holder = Holder(gate)
+        jobs = [asyncio.create_task(worker.run("first", holder, None, seconds=60))]
+        await asyncio.to_thread(holder.started.wait)
+        jobs.append(asyncio.create_task(worker.run("second", holder, None, seconds=60)))
+        while not worker.jobs.full():
+            await asyncio.sleep(0.01)
         with pytest.raises(Busy):
             await worker.run("more", list, None, seconds=1)
         gate.set()
         await asyncio.gather(*jobs)
 
-    asyncio.run(crowd())
+    run_apart(crowd())
     worker.close()
 
 

@@ -212,7 +212,7 @@ class Collection:
         source = open_source(where, channels=encoder.channels)
         # A denoiser's patches are read through its process, and only their mean is handed out.
         vector: Vector = "mean" if isinstance(encoder, NoisyEncoder) else VECTOR
-        index = open_index(encoder, source, encoder_name=str(path), place=where, pooling=vector, device=device)
+        index = open_index(encoder, source, encoder_name=str(path), place=where, vector=vector, device=device)
         return cls(index, vector, encoder.fingerprint)
 
     @cached_property
