@@ -154,6 +154,11 @@ class HastyProtocol(ImpatientProtocol):
     headers_seconds = 0.5
     reading_seconds = 0.5
 
+    def connection_made(self, transport):
+        # The system would keep megabytes for a client that does not read.
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        super().connection_made(transport)
+
 
 @pytest.fixture(scope="module")
 def strict(run):
