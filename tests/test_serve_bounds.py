@@ -154,6 +154,11 @@ class HastyProtocol(ImpatientProtocol):
     headers_seconds = 0.5
     reading_seconds = 0.5
 
+    def connection_made(self, transport):
+        # The system would keep megabytes for a client that does not read.
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        super().connection_made(transport)
+
 
 @pytest.fixture(scope="module")
 def strict(run):
@@ -207,18 +212,18 @@ def test_a_client_that_sends_its_headers_slowly_is_dropped(strict):
         try:
             for letter in b"GET /status HTTP/1.1\r\nHost: localhost":
                 connection.sendall(bytes([letter]))
-                time.sleep(0.1)
+                time.sleep(0.5)
             assert connection.recv(1) == b""
         except OSError:
             pass
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 10  # the whole would take twice as long
 
 
 def test_a_client_that_does_not_read_is_dropped(strict):
     with strict.raw() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         with pytest.raises(OSError, match=r"reset|Broken pipe|timed out"):
-            ask_without_reading(connection, seconds=20)
+            ask_without_reading(connection, seconds=90)
     assert strict.get("/status").status == 200
 
 
