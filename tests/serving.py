@@ -7,6 +7,8 @@ import io
 import json
 import logging
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,8 +21,9 @@ import numpy as np
 import uvicorn
 from PIL import Image
 
-from anechoic.config import Config, DataConfig, ModelConfig, MonitorConfig, OptimConfig, SaveConfig
+from anechoic.config import Config, DataConfig, ModelConfig, MonitorConfig, OptimConfig, SaveConfig, to_json
 from anechoic.data import open_source
+from anechoic.runtime.files import write_json
 from anechoic.serve.app import Served, create_app
 from anechoic.serve.guard import ImpatientProtocol
 
@@ -147,3 +150,10 @@ def wait_for(condition: Callable[[], Any], seconds: float = 60, *, every: float 
     while not condition():
         assert time.monotonic() < end, "it took too long"
         time.sleep(every)
+
+
+def start_training(config: Config, run: Path) -> subprocess.Popen:
+    """As the demo starts one: a process of its own, from a config beside the run."""
+    path = run.with_suffix(".json")
+    write_json(path, to_json(config))
+    return subprocess.Popen([sys.executable, "-m", "anechoic.train", str(path), str(run)], stderr=subprocess.DEVNULL)

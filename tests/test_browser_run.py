@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from contextlib import contextmanager
 
 import pytest
 from browser import embedded, fits, showing
-from serving import jpeg, serving, small_config, wait_for
+from serving import jpeg, serving, small_config, start_training, wait_for
 
 from anechoic.api import verb
-from anechoic.config import OptimConfig, SaveConfig, to_json
+from anechoic.config import OptimConfig, SaveConfig
 from anechoic.data import open_source
-from anechoic.runtime.files import write_json
 from anechoic.runtime.run import read_metrics
 from anechoic.train.engine import fit
 
@@ -126,9 +123,7 @@ def test_what_is_no_image_is_told_on_the_page(browser, run, tmp_path):
 def test_a_training_is_followed_to_its_end_stopped_and_resumed(browser, tmp_path):
     long = small_config(optim=OptimConfig(batch_size=32, samples=32 * 200, lr=2e-3), save=SaveConfig(every=32 * 1000))
     run = tmp_path / "run"
-    write_json(tmp_path / "config.json", to_json(long))
-    command = [sys.executable, "-m", "anechoic.train", str(tmp_path / "config.json"), str(run)]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    process = start_training(long, run)
     try:
         wait_for(lambda: len(read_metrics(run)) > 2, 120, every=0.2)
         with serving(run) as client, live(browser, client) as page:

@@ -87,15 +87,6 @@ def test_mistakes_get_one_sentence_and_exit_code_2(capsys):
     assert stop.value.code == 2
 
 
-def test_a_reader_that_leaves_early_gets_no_traceback():
-    script = "import sys; from anechoic.cli import main; sys.exit(main(['pretrain', '--help']))"
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        process.stdout.close()
-        error = process.stderr.read()
-    assert error == b""
-    assert process.returncode == 141
-
-
 def test_unforeseen_errors_are_not_dressed_up_as_mistakes(monkeypatch):
     import anechoic.api.catalogue
 

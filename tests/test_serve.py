@@ -6,24 +6,21 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
-from serving import jpeg, make_pictures, png, serving, small_config, wait_for
+from serving import jpeg, make_pictures, png, serving, small_config, start_training, wait_for
 
 import anechoic
-from anechoic.config import DataConfig, ModelConfig, ObjectiveConfig, OptimConfig, SaveConfig, to_json
+from anechoic.config import DataConfig, ModelConfig, ObjectiveConfig, OptimConfig, SaveConfig
 from anechoic.data import open_source
 from anechoic.errors import UserError
 from anechoic.evals.encoders import run_encoder
 from anechoic.evals.reconstruction import filled_in, reconstructions
 from anechoic.runtime.checkpoint import checkpoints
-from anechoic.runtime.files import write_json
 from anechoic.runtime.run import Run, holder, read_metrics
 from anechoic.serve.studio import hidden_patches
 from anechoic.train.engine import fit
@@ -198,9 +195,7 @@ def test_a_training_is_followed_stopped_and_resumed(tmp_path):
     """By the process that holds the lock; the weights are those of a training that was never stopped."""
     long = small_config(optim=OptimConfig(batch_size=32, samples=32 * 150, lr=2e-3), save=SaveConfig(every=32 * 1000))
     path = tmp_path / "run"
-    write_json(tmp_path / "config.json", to_json(long))
-    command = [sys.executable, "-m", "anechoic.train", str(tmp_path / "config.json"), str(path)]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    process = start_training(long, path)
     try:
         wait_for(lambda: len(read_metrics(path)) > 3, 120, every=0.2)
         with serving(path) as client:
