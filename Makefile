@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Where it is set, every process that the tests start would compile all it imports once more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install test quick lint demo docs fuzz crash-test clean
+.PHONY: install test quick lint types tests quick-tests demo docs fuzz crash-test clean
 
 install: $(VENV)/everything
 
@@ -14,19 +14,23 @@ install: $(VENV)/everything
 # never imported is never compiled.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
-$(VENV)/core: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/core: $(BIN)/python pyproject.toml constraints.txt
 	$(PIP) --editable .
 	touch $@
 
-$(VENV)/everything: $(VENV)/core
+$(VENV)/everything: $(BIN)/python pyproject.toml constraints.txt
 	$(PIP) --editable ".[dev]"
 	$(BIN)/python tools/torchvision_operators.py
-	touch $@
+	touch $(VENV)/core $@
 
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: install
 	$(BIN)/mypy
 
 # Pages are tested in a real browser. Where it may, as root on Debian, `make test` installs one; elsewhere those tests skip.
@@ -38,13 +42,22 @@ browser:
 	  $$get >/dev/null 2>&1 || { apt-get update -qq && $$get; } >/dev/null 2>&1 || echo "chromium could not be installed"; \
 	fi
 
+# Many tests wait for processes they started: a third worker fills what that leaves of two cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup
+
 test:
 	$(MAKE) --no-print-directory -j 2 lint browser
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(MAKE) --no-print-directory -j 2 types tests
+
+tests: install
+	$(PYTEST)
 
 # Lint, types and the tests that need neither a training nor a process of their own.
 quick: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
+	$(MAKE) --no-print-directory -j 2 types quick-tests
+
+quick-tests: install
+	$(PYTEST) -m "not slow"
 
 # Damaged and hostile files through every door, each in a process of its own. What fails is kept in tests/corpus.
 FUZZ_INPUTS ?= 5000

@@ -15,6 +15,7 @@ from test_engine import BATCH, tiny_config
 from test_resume import PARTS, TWO, command_for, start
 
 from anechoic.config import SaveConfig
+from anechoic.data.loader import naming_killed_workers
 from anechoic.errors import UserError
 from anechoic.runtime.run import read_metrics
 from anechoic.train.engine import fit
@@ -59,6 +60,17 @@ def test_a_killed_process_is_one_sentence(tmp_path, more, words):
     assert words in told[0]
     assert "Traceback" not in output
     wait_until(lambda: not any(map(alive, everybody)), "all are gone")
+
+
+def test_a_killed_worker_is_not_told_again_when_the_others_end():
+    """torch's handler would raise once more, out of whatever the exiting program is doing."""
+    before = signal.signal(signal.SIGCHLD, lambda *_: pytest.fail("heard of it twice"))
+    try:
+        with pytest.raises(UserError, match="was ended from outside"), naming_killed_workers():
+            raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+        subprocess.run([sys.executable, "-c", ""], check=True)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_a_signal_to_the_whole_group_still_saves(tmp_path):

@@ -253,10 +253,17 @@ def naming_killed_workers() -> Iterator[None]:
     except (RuntimeError, ConnectionResetError, EOFError) as problem:
         if isinstance(problem, RuntimeError) and "DataLoader worker" not in str(problem):
             raise
+        _hear_no_more_of_children()
         raise UserError(
             "A process that decodes images was ended from outside, as the system does when memory runs out: give the "
             "same command again, or fewer data.workers."
         ) from problem
+
+
+def _hear_no_more_of_children() -> None:
+    """torch raises the same death again when the next worker ends, be it while the program exits."""
+    if hasattr(signal, "SIGCHLD") and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _as_is(item: Any) -> Any:
