@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 from browser import launch
 
 torch.set_num_threads(1)
+# Whoever starts the tests in the background may have switched Ctrl-C off, which the processes of tests would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Files whose tests train, start processes or compare with large peers: `make quick` leaves them out.
 SLOW = {
