@@ -84,6 +84,7 @@ SEARCH = Grid(
 # ---- the claim
 
 BEST = {(1.0, "adamw"): 2e-3, (1.0, "muon"): 8e-3, (0.6, "muon"): 8e-3}
+LONG = (384_000, 1_920_000)
 MEASURES = {
     "retrieval_mean": "retrieval, mean token",
     "retrieval_class": "retrieval, class token",
@@ -98,12 +99,22 @@ MEASURES = {
 
 
 def hands_variants() -> dict[str, Variant]:
-    return {
+    """Every arm at its best rate; those of the first length have no length in their name."""
+    found = {
         f"{algorithm}-alpha{alpha:g}": Variant(
             emoji(alpha, algorithm=algorithm, lr=lr), replace(EVALUATION, baselines=(alpha, algorithm) == (1.0, "muon"))
         )
         for (alpha, algorithm), lr in BEST.items()
     }
+    return found | {
+        long_name(alpha, samples): Variant(emoji(alpha, lr=BEST[alpha, "muon"], samples=samples), EVALUATION)
+        for alpha in ALPHAS
+        for samples in LONG
+    }
+
+
+def long_name(alpha: float, samples: int) -> str:
+    return f"muon-{samples // 1000}k-alpha{alpha:g}"
 
 
 HANDS = Grid(
@@ -137,6 +148,22 @@ LEAD = Grid(
     baselines=[rate_name("muon", 1.0, SAMPLES, lr) for lr in FULL_RATES],
 )
 
+LENGTH = Grid(
+    name="hands-length",
+    title="One thing, five hands: the lead of decayed shortcuts over the length of training",
+    claim="",
+    group="hands",
+    rows=[
+        Row(f"Muon, alpha_min 0.6, {SAMPLES:,} samples", "muon-alpha0.6"),
+        *(Row(f"Muon, alpha_min 0.6, {samples:,} samples", long_name(0.6, samples)) for samples in LONG),
+    ],
+    metrics=MEASURES,
+    baseline="muon-alpha1",
+    kind="lengths",
+    baselines=[long_name(1.0, samples) for samples in LONG],
+    first_seed=FIRST_FRESH_SEED,
+)
+
 # ---- the class token, which led in four of the five seeds above, put to the test with seeds of its own
 
 
@@ -162,4 +189,4 @@ GROUPS: dict[str, Callable[[], dict[str, Variant]]] = {
     "hands-rates": rate_variants,
     "hands-class": class_variants,
 }
-GRIDS = {grid.name: grid for grid in (HANDS, CLASS_TOKEN, LEAD, SEARCH)}
+GRIDS = {grid.name: grid for grid in (HANDS, CLASS_TOKEN, LENGTH, LEAD, SEARCH)}

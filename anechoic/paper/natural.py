@@ -1,7 +1,7 @@
-"""Photographs with Muon at a fair rate: CIFAR-100, the pocket protocol, each arm at its own best of five peak rates.
+"""Photographs at a fair rate: CIFAR-100, the pocket protocol, each arm at its own best of five peak rates.
 
-The rates are chosen by the loss on 256 held-out images, never by a label; the claim is made with seeds that no choice
-had seen, on 10,000 images to fit and vote and 5,000 to test.
+The rates are chosen by the loss on 256 held-out images, never by a label, with a seed of their own; the claim is made
+with seeds that no choice had seen, on 10,000 images to fit and vote and 5,000 to test.
 """
 
 from __future__ import annotations
@@ -11,40 +11,114 @@ from dataclasses import replace
 
 from anechoic.config import Config
 from anechoic.paper.grids import Grid, Row, Variant
-from anechoic.paper.pocket import PAIR, mae
+from anechoic.paper.hands import FIRST_FRESH_SEED, WORDS
+from anechoic.paper.pocket import PROBES, TEST, TRAIN, mae
 from anechoic.paper.trial import EvalPlan
 
 SAMPLES = 96_000
-RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
+EVALUATION = EvalPlan(TRAIN, TEST, fitted=10_000, tested=5000)
 
 
-def photographs(alpha_min: float, lr: float) -> Config:
-    config = mae(alpha_min, samples=SAMPLES, lr=lr)
-    return replace(config, optim=replace(config.optim, algorithm="muon"))
+def photographs(alpha_min: float, *, algorithm: str = "muon", lr: float, samples: int = SAMPLES) -> Config:
+    config = mae(alpha_min, samples=samples, lr=lr)
+    return replace(config, optim=replace(config.optim, algorithm=algorithm))  # type: ignore[arg-type]
 
 
-def rate_name(alpha: float, lr: float) -> str:
-    return f"muon-lr{lr:g}-alpha{alpha:g}"
+# ---- the search for the rates
+
+RATES: dict[tuple[str, float], tuple[float, ...]] = {
+    ("muon", 1.0): (1e-3, 2e-3, 4e-3, 8e-3, 16e-3),
+    ("muon", 0.6): (1e-3, 2e-3, 4e-3, 8e-3, 16e-3),
+    ("adamw", 1.0): (5e-4, 1e-3, 2e-3, 4e-3, 8e-3),
+}
+
+
+def rate_name(algorithm: str, alpha: float, lr: float) -> str:
+    return f"{algorithm}-lr{lr:g}-alpha{alpha:g}"
 
 
 def rate_variants() -> dict[str, Variant]:
-    return {rate_name(alpha, lr): Variant(photographs(alpha, lr), EvalPlan()) for alpha in PAIR for lr in RATES}
+    return {
+        rate_name(algorithm, alpha, lr): Variant(photographs(alpha, algorithm=algorithm, lr=lr), EvalPlan())
+        for (algorithm, alpha), rates in RATES.items()
+        for lr in rates
+    }
 
 
 SEARCH = Grid(
     name="natural-search",
-    title="Photographs with Muon: peak rates by held-out loss",
+    title="Photographs: peak rates by held-out loss",
     claim="",
     group="natural-rates",
     rows=[
-        Row(f"Muon, alpha_min {alpha:g}, {SAMPLES:,} samples, peak rate {lr:g}", rate_name(alpha, lr))
-        for alpha in PAIR
-        for lr in RATES
+        Row(
+            f"{WORDS[algorithm]}, alpha_min {alpha:g}, {SAMPLES:,} samples, peak rate {lr:g}",
+            rate_name(algorithm, alpha, lr),
+        )
+        for (algorithm, alpha), rates in RATES.items()
+        for lr in rates
     ],
     metrics={"training.-1.held_out_loss": "held-out loss"},
-    baseline=rate_name(1.0, RATES[0]),
+    baseline=rate_name("muon", 1.0, 8e-3),
     kind="losses",
 )
 
-GROUPS: dict[str, Callable[[], dict[str, Variant]]] = {"natural-rates": rate_variants}
-GRIDS = {grid.name: grid for grid in (SEARCH,)}
+
+# ---- the claim, and the same over length
+
+BEST = {"muon": 8e-3, "adamw": 2e-3}  # of both alphas, with Muon
+ALPHAS = (1.0, 0.9, 0.8, 0.6)
+LONG = (512_000, 2_048_000)
+
+
+def name_of(algorithm: str, alpha: float, samples: int = SAMPLES) -> str:
+    return f"{algorithm}-{samples // 1000}k-alpha{alpha:g}"
+
+
+def natural_variants() -> dict[str, Variant]:
+    arms = [
+        *(("muon", alpha, SAMPLES) for alpha in ALPHAS),
+        ("adamw", 1.0, SAMPLES),
+        *(("muon", alpha, samples) for samples in LONG for alpha in (1.0, 0.6)),
+    ]
+    return {
+        name_of(algorithm, alpha, samples): Variant(
+            photographs(alpha, algorithm=algorithm, lr=BEST[algorithm], samples=samples), EVALUATION
+        )
+        for algorithm, alpha, samples in arms
+    }
+
+
+NATURAL = Grid(
+    name="natural",
+    title="Photographs: probe and k-NN at the best rate of each arm",
+    claim="With decay and skips the frozen features of a masked autoencoder are far better than without "
+    "(ImageNet-1K: linear probe 72.7 against 67.8 %, k-NN 63.9 against 27.4 %).",
+    group="natural",
+    rows=[
+        *(Row(f"Muon, alpha_min {alpha:g}", name_of("muon", alpha)) for alpha in ALPHAS),
+        Row("AdamW, alpha_min 1", name_of("adamw", 1.0)),
+    ],
+    metrics=PROBES,
+    baseline=name_of("muon", 1.0),
+    kind="early",
+    first_seed=FIRST_FRESH_SEED,
+)
+
+LENGTH = Grid(
+    name="natural-length",
+    title="Photographs: the lead of decayed shortcuts over the length of training",
+    claim="",
+    group="natural",
+    rows=[
+        Row(f"Muon, alpha_min 0.6, {samples:,} samples", name_of("muon", 0.6, samples)) for samples in (SAMPLES, *LONG)
+    ],
+    metrics=PROBES,
+    baseline=name_of("muon", 1.0),
+    kind="lengths",
+    baselines=[name_of("muon", 1.0, samples) for samples in LONG],
+    first_seed=FIRST_FRESH_SEED,
+)
+
+GROUPS: dict[str, Callable[[], dict[str, Variant]]] = {"natural": natural_variants, "natural-rates": rate_variants}
+GRIDS = {grid.name: grid for grid in (NATURAL, LENGTH, SEARCH)}

@@ -323,28 +323,45 @@ def onset_words(seen: Sequence[int], per_seed: Sequence[Sequence[float]], found:
 
 def axes_body(grid: Grid, records: Records, out: Path) -> list[str]:
     """Decayed minus residual, each pair with its own residual baseline."""
-    keys = [key for key in grid.metrics if key != "entropy"]
+    curves: dict[str, dict[str, list[tuple[str, float, float]]]] = {}
+    for row in grid.rows:
+        for key in compared_keys(grid)[:4]:
+            found = records.difference(row.variant, baseline_of(row), key)
+            points = curves.setdefault(grid.metrics[key], {"difference": []})["difference"]
+            if found.n:
+                points.append(spot(row.label, found))
+    figures.draw_estimates(curves, out / grid.name, zero=True)
+    return pairs_and_figure(grid, records)
+
+
+def lengths_body(grid: Grid, records: Records, out: Path) -> list[str]:
+    """Decayed minus residual over the length that ends each label, of whole trainings with a schedule of their own."""
+    curves: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
+    for row in grid.rows:
+        arm, _, length = row.label.rpartition(", ")
+        samples = float(length.removesuffix(" samples").replace(",", ""))
+        for key in compared_keys(grid)[:4]:
+            found = records.difference(row.variant, baseline_of(row), key)
+            points = curves.setdefault(f"{grid.metrics[key]}: lead", {}).setdefault(arm, [])
+            if found.n:
+                points.append((samples, found.mean, found.half or 0.0))
+    figures.draw_estimates(curves, out / grid.name, xlabel="samples of the training", ylabel="points", log=True)
+    return pairs_and_figure(grid, records)
+
+
+def compared_keys(grid: Grid) -> list[str]:
+    return [key for key in grid.metrics if key != "entropy"]
+
+
+def pairs_and_figure(grid: Grid, records: Records) -> list[str]:
+    """The difference of every row to its own baseline, what was measured, and the figure."""
+    keys = compared_keys(grid)
     lines = [line(["decayed minus its residual baseline", *(grid.metrics[key] for key in keys), "seeds"])]
     lines.append(line(["---"] * (len(keys) + 2)))
-    curves: dict[str, dict[str, list[tuple[str, float, float]]]] = {
-        grid.metrics[key]: {"difference": []} for key in keys[:4]
-    }
     for row in grid.rows:
-        baseline = baseline_of(row)
-        found = {key: records.difference(row.variant, baseline, key) for key in keys}
-        lines.append(
-            line(
-                [
-                    row.label,
-                    *(f"{signed(e)}, {verdict(e, None)}" if e.n else "not run" for e in found.values()),
-                    str(next(iter(found.values())).n),
-                ]
-            )
-        )
-        for key in keys[:4]:
-            if found[key].n:
-                curves[grid.metrics[key]]["difference"].append(spot(row.label, found[key]))
-    figures.draw_estimates(curves, out / grid.name, zero=True)
+        found = [records.difference(row.variant, baseline_of(row), key) for key in keys]
+        cells = (f"{signed(e)}, {verdict(e, None)}" if e.n else "not run" for e in found)
+        lines.append(line([row.label, *cells, str(found[0].n)]))
     return [*lines, "", *measured_table(grid, records), "", f"![{grid.title}]({grid.name}.png)"]
 
 
@@ -389,6 +406,7 @@ BODIES = {
     "early": early_body,
     "length": length_body,
     "axes": axes_body,
+    "lengths": lengths_body,
     "pictures": pictures_body,
 }
 

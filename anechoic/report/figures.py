@@ -306,8 +306,10 @@ def draw_estimates(
     xlabel: str = "",
     ylabel: str = "",
     zero: bool = False,
+    log: bool = False,
 ) -> list[Path]:
-    """panel -> line -> (x, mean, half-width of its interval). Words as x are listed; numbers span an axis."""
+    """panel -> line -> (x, mean, half-width of its interval). Words as x are listed; numbers span an axis (log: by
+    factors)."""
     words = [
         x for lines in curves.values() for points in lines.values() for x, _, _ in points[:1] if isinstance(x, str)
     ]
@@ -330,7 +332,7 @@ def draw_estimates(
             if zero:
                 axis.axvline(0, color="black", linewidth=0.5)
         else:
-            axis.set(xlabel=xlabel, ylabel=ylabel if column == 0 else "")
+            axis.set(xlabel=xlabel, ylabel=ylabel if column == 0 else "", xscale="log" if log else "linear")
             low, high = axis.get_ylim()
             if low < 0 < high:
                 axis.axhline(0, color="black", linewidth=0.5)
