@@ -7,7 +7,7 @@ from zoo import DECODER, TINY, inputs, make
 
 from anechoic import build_model, effective_decay, linear
 from anechoic.models.layers import patchify
-from anechoic.models.mae import mask_by_noise, skip_sources
+from anechoic.models.mae import mask_by_noise, normalise_patches, skip_sources
 
 
 @pytest.mark.parametrize(
@@ -96,6 +96,30 @@ def test_training_predicts_only_hidden_patches_with_the_same_result(skips):
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_predicting_a_part_leaves_the_other_masked_patches_out(skips):
+    """Asked for all of them, the decoder of chosen tokens is the whole one; asked for fewer, it knows no other."""
+    model = make("mae", skips=skips, alpha_min=0.6).train()
+    images, noise = inputs(model)
+    masking = mask_by_noise(noise, model.config.num_kept)
+    taps = model.encode(patchify(images, 4), model.config.grid_size, masking.ids_keep)
+    whole = model.decode(taps, masking.ids_restore, model.config.grid_size, rows=masking.ids_masked + 1)
+    tokens, heard, rows, patches = masking.first_masked(1.0)
+    assert torch.equal(patches, masking.ids_masked)
+    every = model.decode(taps, heard, model.config.grid_size, rows=rows, tokens=tokens)
+    torch.testing.assert_close(every, whole)
+
+    part = make("mae", skips=skips, alpha_min=0.6, predicted=0.25).train()
+    out = part(images, noise)
+    assert out.prediction.shape == (len(images), 3, 48)
+    others = torch.zeros_like(noise).scatter(1, masking.ids_masked[:, 3:], 1) > 0
+    reordered = part(images, torch.where(others, 9 - noise, noise))
+    assert torch.equal(out.prediction, reordered.prediction)
+    target = normalise_patches(patchify(images, 4)).gather(1, masking.ids_masked[:, :3, None].expand(-1, -1, 48))
+    torch.testing.assert_close(out.loss, F.mse_loss(out.prediction, target))
+    assert part.eval()(images, noise).prediction.shape == (len(images), 16, 48)
 
 
 def test_embedding_only_visible_patches_equals_embedding_all():

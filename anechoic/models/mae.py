@@ -42,6 +42,7 @@ TINY_EPS = 1e-12
 class MAEConfig(TransformerConfig):
     """zero_init None: true, except for the original MAE (no skips, no decay). encoder_norm None: not skips.
     skip_norm: skips hear normalised tokens, of whatever size the stream is where they start (not in the paper).
+    predicted: share of the masked patches that a training step computes and predicts (all of them in the paper).
 
     norm_eps belongs to the encoder; the decoder is never decayed and has one eps.
     """
@@ -58,6 +59,7 @@ class MAEConfig(TransformerConfig):
     decoder_num_heads: int = 16
     decoder_norm_eps: float = 1e-6
     mask_ratio: float = 0.75
+    predicted: float = 1.0
     norm_pix: bool = True
 
     def __post_init__(self) -> None:
@@ -68,6 +70,8 @@ class MAEConfig(TransformerConfig):
             raise UserError(
                 f"mask_ratio {self.mask_ratio} leaves no patch of {math.prod(self.grid_size)} visible: lower it."
             )
+        if not 0 < self.predicted <= 1:
+            raise UserError(f"predicted is the share of masked patches to predict, not {self.predicted}: at most 1.")
         if self.skips and not skip_sources(self.depth, self.decoder_depth):
             raise UserError(
                 "Skips need an encoder of at least 2 blocks and a decoder of at least 1: deepen it or set skips=False."
@@ -113,7 +117,7 @@ class Prediction(NamedTuple):
     """loss: mean squared error over masked patches. mask (B, N): 1 where hidden.
 
     prediction: (B, N, p*p*C) in evaluation; in training only the masked patches are predicted, (B, M, p*p*C), in the
-    order of their noise.
+    order of their noise, or the first of them where config.predicted is less than 1.
     """
 
     loss: Tensor
@@ -129,6 +133,24 @@ class Masking(NamedTuple):
     ids_masked: Tensor
     ids_restore: Tensor
     mask: Tensor
+
+    def first_masked(self, share: float) -> Decoded:
+        """The class, the kept patches, and as many of the masked ones as training is to predict."""
+        kept, masked = self.ids_keep + 1, self.ids_masked[:, : max(1, round(share * self.ids_masked.shape[1]))] + 1
+        tokens = torch.cat([torch.zeros_like(kept[:, :1]), kept, masked], dim=1)
+        rows = torch.arange(tokens.shape[1], device=kept.device).expand_as(tokens)
+        first = 1 + kept.shape[1]
+        return Decoded(tokens, rows.clamp(max=first), rows[:, first:], masked - 1)
+
+
+class Decoded(NamedTuple):
+    """Which tokens (B, T) of [class, patches...] the decoder holds, what it hears there (as ids_restore does for all),
+    which of its rows (B, P) predict, and which patches (B, P) those are."""
+
+    tokens: Tensor
+    ids_restore: Tensor
+    rows: Tensor
+    patches: Tensor
 
 
 def mask_by_noise(noise: Tensor, num_kept: int) -> Masking:
@@ -238,14 +260,19 @@ class MaskedAutoencoder(Network):
         masking = mask_by_noise(noise, int(N * (1 - self.config.mask_ratio)))
 
         taps = self.encode(patches, grid, masking.ids_keep)
-        if self.training:
-            x = self.decode(taps, masking.ids_restore, grid, rows=masking.ids_masked + 1)
-            hidden = prediction = self.predictor(self.decoder_norm(x))
-        else:
+        asked = masking.ids_masked
+        if not self.training:
             x = self.decode(taps, masking.ids_restore, grid)
             prediction = self.predictor(self.decoder_norm(x[:, 1:]))
-            hidden = take(prediction, masking.ids_masked)
-        target = take(patches, masking.ids_masked)
+            hidden = take(prediction, asked)
+        elif self.config.predicted == 1:
+            x = self.decode(taps, masking.ids_restore, grid, rows=asked + 1)
+            hidden = prediction = self.predictor(self.decoder_norm(x))
+        else:
+            tokens, heard, rows, asked = masking.first_masked(self.config.predicted)
+            x = self.decode(taps, heard, grid, rows=rows, tokens=tokens)
+            hidden = prediction = self.predictor(self.decoder_norm(x))
+        target = take(patches, asked)
         if self.config.norm_pix:
             target = normalise_patches(target)
         return Prediction(F.mse_loss(hidden, target), prediction, masking.mask)
@@ -263,19 +290,27 @@ class MaskedAutoencoder(Network):
         return [x if self.encoder.norm is None else self.encoder.norm(x)]
 
     def decode(
-        self, taps: list[Tensor], ids_restore: Tensor, grid: tuple[int, int], *, rows: Tensor | None = None
+        self,
+        taps: list[Tensor],
+        ids_restore: Tensor,
+        grid: tuple[int, int],
+        *,
+        rows: Tensor | None = None,
+        tokens: Tensor | None = None,
     ) -> Tensor:
-        """-> decoder stream (B, 1 + N, D) before the final norm, or only its rows (B, M)."""
+        """-> decoder stream (B, 1 + N, D) before the final norm, or only its rows (B, M). tokens (B, T): hold only
+        these of the class and the patches; ids_restore and rows speak of them."""
         B = len(ids_restore)
         positions = self.decoder_positions
         if grid != self.config.grid_size:
             positions = sincos_positions(self.config.decoder_dim, grid)[None].to(positions)
         if self.config.skips:
-            start = torch.cat([self.decoder_class_token, positions], dim=1)
-            x = self.decoder_embed(start).expand(B, -1, -1)
+            start = self.decoder_embed(torch.cat([self.decoder_class_token, positions], dim=1))
+            x = start.expand(B, -1, -1) if tokens is None else start[0][tokens]
         else:
             heard = torch.cat([self.decoder_embed(taps[0]), self.mask_token.expand(B, -1, -1)], dim=1)
-            x = take(heard, ids_restore) + F.pad(positions, (0, 0, 1, 0))
+            places = F.pad(positions, (0, 0, 1, 0))
+            x = take(heard, ids_restore) + (places if tokens is None else places[0][tokens])
         for i, block in enumerate(self.decoder_blocks):
             if i < len(self.sources):
                 x = self.skips[i](x, taps[i], ids_restore)
