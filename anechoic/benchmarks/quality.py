@@ -4,9 +4,10 @@ The peer trains the original masked autoencoder with AdamW at the best of five p
 seed of its own, by the loss on held-out images. Ours trains as the pocket recipe does (skips, Muon), with residual
 shortcuts, which the rule of `pretrain` chooses at this length. Both read the same images, crops and batches, on one
 thread each, one after the other, and are measured alike: the loss on held-out images with fixed masks, and a linear
-probe of the frozen mean token. Ours tries ever longer trainings, each with a schedule of its own; what counts is the
-whole time of the shortest that is at least as good. Time is that of the processor, which on one thread is what a clock
-shows where nothing else runs.
+probe of the frozen mean token. Ours tries ever longer trainings, each with a schedule of its own. What counts is the
+whole time of the shortest that is at least as good, on average over the seeds, and is followed by another such: one
+lucky length decides nothing. Time is that of the processor, which on one thread is what a clock shows where nothing
+else runs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from anechoic.benchmarks.timing import Options, Timing, row
@@ -27,10 +29,11 @@ if TYPE_CHECKING:
     from anechoic.config import Config
 
 PEERS = ("transformers", "torch")
-SAMPLES = 32_000
+SAMPLES = 96_000
 PEER_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
 SEARCH_SEED = 100
-SHARES = (1 / 8, 1 / 6, 1 / 5, 1 / 4, 1 / 3, 1 / 2, 1.0)  # of the peer's samples
+SHARES = (1 / 12, 1 / 8, 1 / 6, 1 / 5, 1 / 4, 1 / 3, 1 / 2, 1.0)  # of the peer's samples
+FITTED, TESTED = 10_000, 5_000  # images of a probe, at most
 GOALS = {"loss": "held-out loss", "probe": "linear probe"}
 
 
@@ -43,9 +46,6 @@ class Trained:
     loss: float
     probe: float
 
-    def reaches(self, goal: str, other: Trained) -> bool:
-        return self.loss <= other.loss if goal == "loss" else self.probe >= other.probe
-
 
 def run(options: Options) -> list[dict[str, Any]]:
     """A row for the loss and one for the probe; every training that was run is told in both."""
@@ -57,20 +57,37 @@ def run(options: Options) -> list[dict[str, Any]]:
         race = Race(options.small, Path(folder))
         searched = {rate: race.peer(SEARCH_SEED, rate) for rate in PEER_RATES}
         rate = min(searched, key=lambda rate: searched[rate].loss)
-        rounds = [race.round(seed, rate) for seed in range(options.rounds)]
+        peers = [race.peer(seed, rate) for seed in range(options.rounds)]
+        ours = race.until_good(peers)
     search = {f"{rate:g}": asdict(found) for rate, found in searched.items()}
-    return [goal_row(goal, race.work, rounds) | {"peer_rate": rate, "peer_rates": search} for goal in GOALS]
+    return [goal_row(goal, race.work, peers, ours) | {"peer_rate": rate, "peer_rates": search} for goal in GOALS]
 
 
-def goal_row(goal: str, work: Work, rounds: list[tuple[Trained, list[Trained]]]) -> dict[str, Any]:
-    """The shortest training of ours in every round that reached what the peer had at its end."""
-    found = [next((own for own in ours if own.reaches(goal, peer)), ours[-1]) for peer, ours in rounds]
-    timing = Timing({"ours": [own.seconds for own in found], "transformers": [peer.seconds for peer, _ in rounds]})
+def goal_row(goal: str, work: Work, peers: list[Trained], ours: list[list[Trained]]) -> dict[str, Any]:
+    """Of our trainings, one list of seeds for every length, the first length that counts; the last where none does."""
+    found = first_good(goal, peers, ours)
+    chosen = ours[-1 if found is None else found]
+    timing = Timing({"ours": [own.seconds for own in chosen], "transformers": [peer.seconds for peer in peers]})
     name = f"until the {GOALS[goal]} that transformers with AdamW has after {SAMPLES:,} samples, {work}"
     return row(name, timing, ours="ours", peer="transformers") | {
-        "reached": all(own.reaches(goal, peer) for own, (peer, _) in zip(found, rounds, strict=True)),
-        "rounds": [{"peer": asdict(peer), "ours": [asdict(own) for own in ours]} for peer, ours in rounds],
+        "reached": found is not None,
+        "samples_ratio": peers[0].samples / chosen[0].samples,
+        "peers": [asdict(peer) for peer in peers],
+        "lengths": [[asdict(own) for own in length] for length in ours],
     }
+
+
+def first_good(goal: str, peers: list[Trained], ours: list[list[Trained]]) -> int | None:
+    """Which length is the first of two in a row at which ours is as good; the longest there is may stand alone."""
+    good = [is_as_good(goal, length, peers) for length in ours]
+    pairs = zip(good, [*good[1:], len(ours) == len(SHARES)], strict=True)
+    return next((i for i, pair in enumerate(pairs) if all(pair)), None)
+
+
+def is_as_good(goal: str, ours: list[Trained], peers: list[Trained]) -> bool:
+    """On average over the seeds."""
+    own, other = (mean(getattr(trained, goal) for trained in trainings) for trainings in (ours, peers))
+    return own <= other if goal == "loss" else own >= other
 
 
 class Race:
@@ -99,14 +116,14 @@ class Race:
         self.folder = folder
         self.count = 0
 
-    def round(self, seed: int, rate: float) -> tuple[Trained, list[Trained]]:
-        """The peer's training, and ours, longer and longer until one reaches both goals."""
-        peer, ours = self.peer(seed, rate), []
+    def until_good(self, peers: list[Trained]) -> list[list[Trained]]:
+        """Our trainings, longer and longer until both goals are reached for good; every length with every seed."""
+        ours: list[list[Trained]] = []
         for share in SHARES:
-            ours.append(self.ours(seed, share))
-            if all(any(own.reaches(goal, peer) for own in ours) for goal in GOALS):
+            ours.append([self.ours(seed, share) for seed in range(len(peers))])
+            if all(first_good(goal, peers, ours) is not None for goal in GOALS):
                 break
-        return peer, ours
+        return ours
 
     def peer(self, seed: int, rate: float) -> Trained:
         from anechoic.exchange.importing import Choices, import_checkpoint
@@ -147,7 +164,7 @@ class Race:
         monitor = make_monitor(replace(config, seed=0), objective, source, *parts, preprocess=preprocess)
         loss = monitor.losses(network, torch.device("cpu"))["loss"]
         labelled = open_labelled(*self.labelled, channels=preprocess.channels)
-        spec = EvalSpec(("probe",), poolings=("mean",))
+        spec = EvalSpec(("probe",), poolings=("mean",), fitted=FITTED, tested=TESTED)
         probe = Evaluator(spec, cached=False).run(Encoder("network", network, preprocess), labelled)
         return Trained(samples, seconds, loss, 100 * probe.value("probe", pooling="mean"))
 
