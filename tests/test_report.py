@@ -153,10 +153,12 @@ def test_a_training_that_goes_on_has_a_page(tmp_path):
     ("arguments", "words"),
     [
         (["report", "nowhere"], "There is no run directory nowhere."),
+        (["report", "runs/phtos"], "There is no run directory runs/phtos; did you mean runs/photos?"),
         (["report", "."], "is no run directory"),
     ],
 )
 def test_mistakes(capsys, tmp_path, monkeypatch, arguments, words):
+    (tmp_path / "runs" / "photos" / "checkpoints").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     assert words in capsys.readouterr().err

@@ -20,7 +20,7 @@ from anechoic.evals.encoders import Encoder, run_encoder
 from anechoic.evals.feature_cache import pick_device
 from anechoic.evals.labelled import Labelled, open_maybe_labelled
 from anechoic.evals.verdict import Verdict, measure, verdict_of
-from anechoic.runtime.checkpoint import load
+from anechoic.runtime.checkpoint import hint, load
 from anechoic.runtime.run import VALIDATION, read_environment, read_frozen_config, read_metrics
 from anechoic.train.build import open_data
 
@@ -62,7 +62,7 @@ class RunOnDisk:
 def open_run(path: str | Path) -> RunOnDisk:
     path = Path(path)
     if not path.is_dir():
-        raise UserError(f"There is no run directory {path}.")
+        raise UserError(f"There is no run directory {path}{hint(path)}")
     config = read_frozen_config(path)
     if config is None:
         raise UserError(
