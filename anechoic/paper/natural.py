@@ -14,6 +14,7 @@ from anechoic.paper.grids import Grid, Row, Variant
 from anechoic.paper.hands import FIRST_FRESH_SEED, WORDS
 from anechoic.paper.pocket import PROBES, TEST, TRAIN, mae
 from anechoic.paper.trial import EvalPlan
+from anechoic.recipes.pretrain import pretrain_config
 
 SAMPLES = 96_000
 EVALUATION = EvalPlan(TRAIN, TEST, fitted=10_000, tested=5000)
@@ -120,5 +121,50 @@ LENGTH = Grid(
     first_seed=FIRST_FRESH_SEED,
 )
 
-GROUPS: dict[str, Callable[[], dict[str, Variant]]] = {"natural": natural_variants, "natural-rates": rate_variants}
-GRIDS = {grid.name: grid for grid in (NATURAL, LENGTH, SEARCH)}
+# ---- a folder of photographs, as `pretrain` trains it
+
+FOLDER, FOLDER_EPOCHS = "imagenette/train", 20
+FOLDER_RATES: dict[str, tuple[float, ...]] = {
+    "adamw": (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3),
+    "muon": (1e-3, 2e-3, 4e-3, 8e-3, 16e-3),
+}
+
+
+def folder_variants() -> dict[str, Variant]:
+    """1,000 photographs: residual shortcuts, 64 pixels in patches of 8, depth 8, batch 64, by the rules of `pretrain`."""
+    found = {}
+    for algorithm, rates in FOLDER_RATES.items():
+        for lr in rates:
+            config = pretrain_config(FOLDER, size=1000, side=160, accelerators=0, epochs=FOLDER_EPOCHS, lr=lr)
+            config = replace(
+                config,
+                data=replace(config.data, holdout=128, workers=0),
+                optim=replace(config.optim, algorithm=algorithm),  # type: ignore[arg-type]
+                threads=1,
+                devices=1,
+            )
+            found[f"{algorithm}-lr{lr:g}"] = Variant(config, EvalPlan())
+    return found
+
+
+FOLDER_SEARCH = Grid(
+    name="folder-search",
+    title="A folder of 1,000 photographs: peak rates by held-out loss",
+    claim="",
+    group="folder-rates",
+    rows=[
+        Row(f"{WORDS[algorithm]}, {FOLDER_EPOCHS} epochs, peak rate {lr:g}", f"{algorithm}-lr{lr:g}")
+        for algorithm, rates in FOLDER_RATES.items()
+        for lr in rates
+    ],
+    metrics={"training.-1.held_out_loss": "held-out loss"},
+    baseline="adamw-lr0.0005",
+    kind="losses",
+)
+
+GROUPS: dict[str, Callable[[], dict[str, Variant]]] = {
+    "natural": natural_variants,
+    "natural-rates": rate_variants,
+    "folder-rates": folder_variants,
+}
+GRIDS = {grid.name: grid for grid in (NATURAL, LENGTH, SEARCH, FOLDER_SEARCH)}
