@@ -131,7 +131,7 @@ FOLDER_RATES: dict[str, tuple[float, ...]] = {
 
 
 def folder_variants() -> dict[str, Variant]:
-    """1,000 photographs: residual shortcuts, 64 pixels in patches of 8, depth 8, batch 64, by the rules of `pretrain`."""
+    """1,000 photographs by the rules of `pretrain`: 64 pixels in patches of 8, depth 8, batch 64, plain shortcuts."""
     found = {}
     for algorithm, rates in FOLDER_RATES.items():
         for lr in rates:
