@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from anechoic.paper import catalogue, crossover, full, hands, pocket
+from anechoic.paper import catalogue, crossover, full, hands, natural, pocket
 from anechoic.paper.evaluation import packed, unpacked
 from anechoic.paper.pages import onset_words, paired_over_time, write_index, write_page
 from anechoic.paper.statistics import Records, estimate
@@ -244,6 +244,24 @@ def test_each_axis_is_compared_with_its_own_baseline(tmp_path):
     assert rows["depth 12, alpha_min 0.6"][0] == "+3.00 ± 0.00, higher"
     assert rows["depth 12, alpha_min for the same effective decay as depth 6"][0] == "+5.00 ± 0.00, higher"
     assert rows["depth 3, alpha_min 0.6"][0] == "not run"
+
+
+def test_each_length_is_compared_with_its_own_baseline_and_drawn_over_its_samples(tmp_path, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(figures, "draw_estimates", lambda curves, path, **options: drawn.update(curves))
+    leads = {"96k": (1.0, 30.0), "512k": (3.0, 50.0)}
+    for length, (lead, value) in leads.items():
+        pairs = {
+            f"muon-{length}-alpha1": [value, value + 1],
+            f"muon-{length}-alpha0.6": [value + lead, value + 1 + lead],
+        }
+        with_probes(tmp_path, natural.LENGTH, pairs)
+    rows = {row[0]: row[1:] for row in tables_of(page(natural.LENGTH, tmp_path, tmp_path / "out"))[0]}
+    assert rows["Muon, alpha_min 0.6, 96,000 samples"][0] == "+1.00 ± 0.00, higher"
+    assert rows["Muon, alpha_min 0.6, 512,000 samples"][0] == "+3.00 ± 0.00, higher"
+    assert rows["Muon, alpha_min 0.6, 2,048,000 samples"][0] == "not run"
+    line = drawn["linear probe, mean token: lead"]["Muon, alpha_min 0.6"]
+    assert [(samples, lead) for samples, lead, _ in line] == [(96_000, 1.0), (512_000, 3.0)]
 
 
 @pytest.mark.usefixtures("unrendered")
