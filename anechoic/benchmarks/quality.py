@@ -101,7 +101,7 @@ class Race:
         config = recipe("pocket_mae_emoji")
         if small:
             config = replace(config, data=replace(config.data, source=small, image_size=32, scale=(0.2, 1.0)))
-        self.work = replace(DRAWINGS, image=config.data.image_size)
+        self.work = replace(DRAWINGS, name=small or DRAWINGS.name, image=config.data.image_size)
         config = replace(
             config,
             shortcut=replace(config.shortcut, alpha_min=1.0),
