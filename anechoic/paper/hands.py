@@ -14,14 +14,13 @@ from dataclasses import replace
 from anechoic.config import Config
 from anechoic.paper.grids import Grid, Row, Variant
 from anechoic.paper.pocket import mae
+from anechoic.paper.rates import FIRST_FRESH_SEED, WORDS, Rates, rate_search
 from anechoic.paper.trial import EvalPlan
 
 SAMPLES = 96_000
 SEARCH_SAMPLES = 32_000
 ALPHAS = (1.0, 0.6)
-FIRST_FRESH_SEED = 10
 EVALUATION = EvalPlan("emoji:train", "emoji:test", probe=False, retrieval="emoji")
-WORDS = {"muon": "Muon", "adamw": "AdamW"}
 
 
 def emoji(alpha_min: float, *, algorithm: str = "muon", lr: float = 1e-3, samples: int = SAMPLES) -> Config:
@@ -36,8 +35,7 @@ def emoji(alpha_min: float, *, algorithm: str = "muon", lr: float = 1e-3, sample
 
 # ---- the search for the rates, and what they change
 
-# (algorithm, alpha_min, samples) -> peak rates; nothing is chosen but by held-out loss.
-RATES: dict[tuple[str, float, int], tuple[float, ...]] = {
+RATES: Rates = {
     ("adamw", 1.0, SEARCH_SAMPLES): (5e-4, 1e-3, 2e-3, 4e-3, 8e-3),
     ("muon", 1.0, SEARCH_SAMPLES): (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3),
     ("muon", 0.6, SEARCH_SAMPLES): (2e-3, 4e-3, 8e-3, 16e-3, 32e-3),
@@ -62,22 +60,13 @@ def rate_variants() -> dict[str, Variant]:
     }
 
 
-SEARCH = Grid(
-    name="hands-search",
-    title="One thing, five hands: peak rates by held-out loss",
-    claim="",
+SEARCH = rate_search(
+    "hands-search",
+    "One thing, five hands: peak rates by held-out loss",
+    RATES,
     group="hands-rates",
-    rows=[
-        Row(
-            f"{WORDS[algorithm]}, alpha_min {alpha:g}, {samples:,} samples, peak rate {lr:g}",
-            rate_name(algorithm, alpha, samples, lr),
-        )
-        for (algorithm, alpha, samples), rates in RATES.items()
-        for lr in rates
-    ],
-    metrics={"training.-1.held_out_loss": "held-out loss"},
+    variant=rate_name,
     baseline=rate_name("muon", 1.0, SAMPLES, 8e-3),
-    kind="losses",
 )
 
 

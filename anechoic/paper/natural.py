@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from anechoic.config import Config
 from anechoic.paper.grids import Grid, Row, Variant
-from anechoic.paper.hands import FIRST_FRESH_SEED, WORDS
 from anechoic.paper.pocket import PROBES, TEST, TRAIN, mae
+from anechoic.paper.rates import FIRST_FRESH_SEED, WORDS, Rates, rate_search
 from anechoic.paper.trial import EvalPlan
 from anechoic.recipes.pretrain import pretrain_config
 
@@ -28,9 +28,9 @@ def photographs(alpha_min: float, *, algorithm: str = "muon", lr: float, samples
 
 # ---- the search for the rates
 
-# (algorithm, alpha_min, samples) -> peak rates; what is best for a short run need not be for a long one.
+# What is best for a short run need not be for a long one.
 MUON_RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
-RATES: dict[tuple[str, float, int], tuple[float, ...]] = {
+RATES: Rates = {
     ("muon", 1.0, SAMPLES): MUON_RATES,
     ("muon", 0.6, SAMPLES): MUON_RATES,
     ("adamw", 1.0, SAMPLES): (5e-4, 1e-3, 2e-3, 4e-3, 8e-3),
@@ -55,22 +55,13 @@ def rate_variants() -> dict[str, Variant]:
     }
 
 
-SEARCH = Grid(
-    name="natural-search",
-    title="Photographs: peak rates by held-out loss",
-    claim="",
+SEARCH = rate_search(
+    "natural-search",
+    "Photographs: peak rates by held-out loss",
+    RATES,
     group="natural-rates",
-    rows=[
-        Row(
-            f"{WORDS[algorithm]}, alpha_min {alpha:g}, {samples:,} samples, peak rate {lr:g}",
-            rate_name(algorithm, alpha, samples, lr),
-        )
-        for (algorithm, alpha, samples), rates in RATES.items()
-        for lr in rates
-    ],
-    metrics={"training.-1.held_out_loss": "held-out loss"},
+    variant=rate_name,
     baseline=rate_name("muon", 1.0, SAMPLES, 8e-3),
-    kind="losses",
 )
 
 
@@ -131,7 +122,7 @@ LENGTH = Grid(
 
 # ---- a folder of photographs, as `pretrain` trains it
 
-FOLDER, FOLDER_EPOCHS = "imagenette/train", 20
+FOLDER, FOLDER_SAMPLES = "imagenette/train", 16_640  # twenty epochs
 FOLDER_RATES: dict[str, tuple[float, ...]] = {
     "adamw": (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3),
     "muon": (1e-3, 2e-3, 4e-3, 8e-3, 16e-3),
@@ -143,11 +134,11 @@ def folder_variants() -> dict[str, Variant]:
     found = {}
     for algorithm, rates in FOLDER_RATES.items():
         for lr in rates:
-            config = pretrain_config(FOLDER, size=1000, side=160, accelerators=0, epochs=FOLDER_EPOCHS, lr=lr)
+            config = pretrain_config(FOLDER, size=1000, side=160, accelerators=0, lr=lr)
             config = replace(
                 config,
                 data=replace(config.data, holdout=128, workers=0),
-                optim=replace(config.optim, algorithm=algorithm),  # type: ignore[arg-type]
+                optim=replace(config.optim, algorithm=algorithm, epochs=None, samples=FOLDER_SAMPLES),  # type: ignore[arg-type]
                 threads=1,
                 devices=1,
             )
@@ -161,7 +152,7 @@ FOLDER_SEARCH = Grid(
     claim="",
     group="folder-rates",
     rows=[
-        Row(f"{WORDS[algorithm]}, {FOLDER_EPOCHS} epochs, peak rate {lr:g}", f"{algorithm}-lr{lr:g}")
+        Row(f"{WORDS[algorithm]}, {FOLDER_SAMPLES:,} samples, peak rate {lr:g}", f"{algorithm}-lr{lr:g}")
         for algorithm, rates in FOLDER_RATES.items()
         for lr in rates
     ],
