@@ -42,8 +42,9 @@ browser:
 	  $$get >/dev/null 2>&1 || { apt-get update -qq && $$get; } >/dev/null 2>&1 || echo "chromium could not be installed"; \
 	fi
 
-# Many tests wait for processes they started: a third worker fills what that leaves of two cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup
+# A file at a time, since its tests share what they set up; many wait for processes they started, so a third worker fills
+# what that leaves of two cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile
 
 test:
 	$(MAKE) --no-print-directory -j 2 lint browser

@@ -67,7 +67,6 @@ def test_the_interval_of_a_median_ratio():
 TINY = train.Work("tiny", dim=24, heads=3, decoder_dim=16, decoder_heads=2, batch=4, depth=2, decoder_depth=1)
 
 
-@pytest.mark.xdist_group("processes")
 def test_two_processes_and_one_take_part(monkeypatch):
     pytest.importorskip("transformers", reason="the peer")
     monkeypatch.setattr(train, "WORKS", (TINY,))
@@ -84,7 +83,6 @@ def test_two_processes_and_one_take_part(monkeypatch):
     assert all(row["memory_mb"] > 50 for row in rows)
 
 
-@pytest.mark.xdist_group("processes")
 def test_what_goes_wrong_in_a_contestant_is_raised_here():
     with pytest.raises(ZeroDivisionError):
         contest({"one": Entry(divide, (0,))}, rounds=1)

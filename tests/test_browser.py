@@ -13,8 +13,6 @@ from test_page import everything
 from anechoic.api import verb
 from anechoic.report.html import page, write_page
 
-pytestmark = pytest.mark.xdist_group("browser")
-
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):

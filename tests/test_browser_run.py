@@ -15,8 +15,6 @@ from anechoic.data import open_source
 from anechoic.runtime.run import read_metrics
 from anechoic.train.engine import fit
 
-pytestmark = pytest.mark.xdist_group("browser")
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):

@@ -4,10 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-pytestmark = pytest.mark.xdist_group("processes")
-
 
 def test_trainings_end_as_if_nothing_had_happened():
     """In a process of its own, which forks its trainings before any thread was started."""

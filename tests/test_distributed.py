@@ -21,8 +21,6 @@ from anechoic.runtime.distributed import (
 from anechoic.runtime.run import Run
 from anechoic.train.engine import fit, resolve_config
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 
 def test_ranks_of_any_number_see_the_same_samples_in_the_same_order():
     """Stopped after four updates on two processes, gone on with one, two or three."""

@@ -21,9 +21,6 @@ from anechoic.runtime.run import read_metrics
 from anechoic.train.engine import fit
 from anechoic.train.keeping import Keeper
 
-pytestmark = pytest.mark.xdist_group("processes")
-
-
 # ---- processes
 
 

@@ -12,8 +12,6 @@ from anechoic.runtime import checkpoint
 from anechoic.runtime.files import read_json
 from anechoic.runtime.run import CLOCK_FIELDS, read_metrics
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 STEPS, BATCH = 120, 16
 MASKED = (
     "pocket_mae_digits",

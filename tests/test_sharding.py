@@ -31,8 +31,6 @@ from anechoic.train.build import check, make_model, preprocess_of
 from anechoic.train.engine import Task, fit, split
 from anechoic.train.objectives import make_objective
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 BATCH, STEPS = 24, 30  # shared by one, two or three processes in two parts
 UVIT = {"patch_size": 2, "dim": 24, "depth": 2, "num_heads": 2, "num_classes": 10, "label_dropout": 0.1}
 DIGITS = {"source": "digits", "image_size": 8, "channels": 1, "holdout": 64}

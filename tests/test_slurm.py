@@ -14,8 +14,6 @@ import pytest
 
 from anechoic.cli import main
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 TRAIN = ("train", "pocket_mae_digits", "--data.source", "digits:train", "--optim.batch-size", "64")
 TINY = ("--model.options", "dim=16", "depth=2", "num_heads=2", "--optim.epochs", "None", "--optim.samples", "512")
 

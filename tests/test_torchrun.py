@@ -9,15 +9,12 @@ import sys
 import time
 from dataclasses import replace
 
-import pytest
 from processes import PATIENCE, alive, descendants, wait_until
 from test_engine import BATCH, tiny_config
 
 from anechoic.config import SaveConfig, to_json
 from anechoic.runtime import checkpoint
 from anechoic.train.engine import fit
-
-pytestmark = pytest.mark.xdist_group("processes")
 
 
 def free_port():
