@@ -49,6 +49,8 @@ def test_both_sides_are_trained_and_measured(monkeypatch):
     monkeypatch.setattr(quality, "SAMPLES", 512)
     monkeypatch.setattr(quality, "PEER_RATES", (1e-4, 2e-3))
     monkeypatch.setattr(quality, "SHARES", (0.5,))
+    monkeypatch.setattr(quality, "FITTED", 400)
+    monkeypatch.setattr(quality, "TESTED", 200)
     monkeypatch.setattr(quality, "in_a_process", lambda train, *arguments: train(*arguments))
     rows = quality.run(Options(rounds=1, small="digits"))
     searched = rows[0]["peer_rates"]

@@ -104,14 +104,14 @@ def test_memory_does_not_grow_with_steps(recompute):
         tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
         return tensors, int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
-    for _ in range(50):
+    for _ in range(20):
         train_step()
     tensors, resident = used()
-    for _ in range(300):
+    for _ in range(100):
         train_step()
     more_tensors, more_resident = used()
     assert more_tensors <= tensors
-    # What one step keeps is about a megabyte: three hundred leaked ones would show.
+    # What one step keeps is about a megabyte: a hundred leaked ones would show.
     assert more_resident - resident < 20 * 2**20
 
 

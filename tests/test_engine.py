@@ -294,10 +294,19 @@ def test_the_garbage_collector_looks_through_everything_again_after_a_run(tmp_pa
     frozen = []
     settle = engine.freeze_garbage
     monkeypatch.setattr(engine, "freeze_garbage", lambda: (settle(), frozen.append(gc.get_freeze_count())))
+    gc.unfreeze()  # what the tests froze for themselves
     fit(tiny_config(), tmp_path / "run")
     assert len(frozen) == 1
     assert frozen[0] > 0
     assert gc.get_freeze_count() == 0
+    gc.freeze()
+
+
+def test_what_somebody_else_froze_stays_frozen(tmp_path):
+    before = gc.get_freeze_count()
+    assert before > 0, "the tests freeze what they imported"
+    fit(tiny_config(steps=1), tmp_path / "run")
+    assert before / 2 < gc.get_freeze_count() <= before  # some of it is freed in the meantime
 
 
 def test_a_compiled_run_computes_the_same(tmp_path, monkeypatch):

@@ -31,7 +31,7 @@ def _libraries() -> None:
 
 
 def test_hostile_inputs_and_some_random_ones_are_read_or_refused() -> None:
-    done = run("import sys, fuzzing; sys.exit(len(fuzzing.fuzz(inputs=48, seed=7, keep_failures=False)['failures']))")
+    done = run("import sys, fuzzing; sys.exit(len(fuzzing.fuzz(inputs=32, seed=7, keep_failures=False)['failures']))")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -145,8 +145,7 @@ def test_laws_of_memory_and_time(mae) -> None:
 
 
 def test_the_verb_plan(capsys) -> None:
-    arguments = ["plan", "mae_in100", "--gpus", "4", "--gpu", "t4", "--batch-size", "4096"]
-    assert main([*arguments, "--json"]) == 0
+    assert main(["plan", "mae_in100", "--gpus", "4", "--gpu", "t4", "--batch-size", "4096", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["metrics"]["fits"] is False
     assert main(["plan", "pocket_mae_digits", "--gpus", "3", "--batch-size", "64"]) == 2
