@@ -1,10 +1,12 @@
 """Pages from constructed records: right numbers, the same bytes every time, and honest gaps. Nothing is trained."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import anechoic
 from anechoic.paper import catalogue, crossover, full, hands, natural, pocket
 from anechoic.paper.evaluation import packed, unpacked
 from anechoic.paper.pages import onset_words, paired_over_time, write_index, write_page
@@ -343,6 +345,17 @@ def test_the_list_counts_records_and_minutes(tmp_path):
 
 
 @pytest.mark.usefixtures("unrendered")
+@pytest.mark.usefixtures("unrendered")
+def test_all_pages_are_those_with_records(tmp_path):
+    fill(tmp_path / "results", pocket.TABLE1)
+    report = anechoic.reproduce("all", results=tmp_path / "results", report=tmp_path / "out")
+    pages = {Path(page).name for page in report.metrics["pages"]}
+    assert pages > {"table1.md", "tally.md", "README.md"}
+    assert "natural.md" not in pages
+    assert pages == {path.name for path in (tmp_path / "out").glob("*.md")}
+    assert "natural.md" not in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_full_scale_pages_are_written_from_the_same_kinds_of_records(tmp_path):
     for name in ("table2", "table4", "fig4"):
         grid = full.GRIDS[name]

@@ -133,10 +133,12 @@ def reproduce(
     grids = catalogue.choose(what, scale)
     root = results if scale == "pocket" else results / "full"
     if report is not None:
-        from anechoic.paper.pages import write_index, write_page
+        from anechoic.paper.pages import has_records, write_index, write_page
         from anechoic.paper.tally import write_tally
 
         at = "" if scale == "pocket" else f" --scale {scale}"
+        if what == "all":
+            grids = [grid for grid in grids if has_records(grid, root)]
         pages = [write_page(grid, root, report, command=f"anechoic reproduce {grid.name}{at}") for grid in grids]
         if what == "all":
             tally = [write_tally(grids, root, report)] if scale == "pocket" else []

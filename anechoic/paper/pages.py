@@ -32,6 +32,11 @@ def write_page(grid: Grid, results: Path, out: Path, *, command: str) -> Path:
     return path
 
 
+def has_records(grid: Grid, results: Path) -> bool:
+    records = Records(results / grid.group)
+    return any(records.count(name) for name in grid.needed())
+
+
 def write_index(grids: Sequence[Grid], results: Path, out: Path, *, tally: bool = False) -> Path:
     """The list of all pages with how much of each has been run; tally: there is a page of all pairs too."""
     lines = ["# Evidence", "", INTRODUCTION, "", "| page | trials with a record | processor time |", "|---|---|---|"]
