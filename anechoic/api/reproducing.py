@@ -46,7 +46,7 @@ def sweep(
         recipe: a name that `anechoic recipes` lists.
         vary: a setting and its values, such as shortcut.alpha_min 0.5 0.6 or model.options.depth 4 8; may be repeated.
         fix: a setting and its one value in every trial, such as optim.samples 20000; may be repeated.
-        seeds: how many seeds, counted from 0.
+        seeds: how many seeds, counted from the first of the page.
         train: labelled images to evaluate by; without them only the training itself is recorded.
         test: labelled images to classify.
         out: a record for each trial is written to out/records, its run to out/runs.
@@ -112,14 +112,13 @@ def reproduce(
     Example: anechoic reproduce table2 --scale pocket --data images --dry-run
 
     Args:
-        what: table1, table2, table3a, table3b, table4, fig3 to fig7, all, or a page of the map (stability, blocks,
-            length, long-blocks, early, axes, remedies, search, hands, hands-class, hands-rates, hands-search,
-            natural-search).
+        what: table1, table2, table3a, table3b, table4, fig3 to fig7, all, or a page of the map (stability, hands,
+            natural and so on: a name it does not know lists them all).
         scale: pocket takes minutes to hours on two cores; full is the paper's own setting, for accelerators.
         data: folder with cifar100/train.parquet and so on; default the environment variable ANECHOIC_DATA, or here.
         results: where the records are, one JSON file for each trial.
         runs: where the runs are trained; may be deleted afterwards.
-        seeds: how many seeds, counted from 0.
+        seeds: how many seeds, counted from the first of the page.
         jobs: processes at once; default one for each core (full scale: one, which uses every accelerator).
         dry_run: list the runs with their estimated time and stop.
         report: write the pages and pictures of what has records into this folder, and run nothing.
