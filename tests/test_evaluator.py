@@ -77,6 +77,19 @@ def test_knn_is_that_of_the_features(encoder, digits):
     assert found.counts == {"train_samples": 300, "test_samples": 100, "classes": 10}
 
 
+def test_whitened_votes_do_not_see_a_change_of_basis(encoder, digits):
+    spec = EvalSpec(("knn", "knn_whitened"), layers=(1,), poolings=("mean",), neighbours=(5,), fitted=300, tested=100)
+    subject = Evaluator(spec, cached=False).extract(encoder, digits)
+    before = Evaluator(spec).measure(subject).rows[0]
+    scales = np.geomspace(1, 30, SMALL["dim"], dtype=np.float32)
+    turn = np.linalg.qr(np.random.default_rng(0).normal(size=(SMALL["dim"], SMALL["dim"])))[0].astype(np.float32)
+    for part in (subject.train, subject.test):
+        part.sets[1, "mean"] = part.sets[1, "mean"] @ (turn * scales) + 5
+    after = Evaluator(spec).measure(subject).rows[0]
+    assert before["knn_whitened"] == after["knn_whitened"] > 0.5
+    assert before["knn"] != after["knn"]
+
+
 def test_cached_and_in_memory_features_are_the_same(encoder, digits):
     spec = EvalSpec(("rank", "norm", "echo"), layers="all", tested=80, fitted=80)
     kept = Evaluator(spec, cached=True).run(encoder, digits)

@@ -139,7 +139,7 @@ def test_evenly_spaced_indices_cover_both_ends_once():
 def encoder(tmp_path_factory):
     """(trial, record, run directory)"""
     folder = tmp_path_factory.mktemp("encoder")
-    evaluation = replace(EVALUATION, checkpoints=True, pictures=True, probe_layers=(0, 2, 9))
+    evaluation = replace(EVALUATION, whitened=True, checkpoints=True, pictures=True, probe_layers=(0, 2, 9))
     trial = Trial("tiny-seed0", "tiny", tiny_mae(), evaluation)
     return trial, run_trial(trial, folder / "run", root=folder), folder / "run"
 
@@ -161,7 +161,7 @@ def test_every_layer_and_token_of_an_encoder_is_evaluated(encoder):
     for token in ("mean", "class"):
         layers = metrics["layers"][token]
         assert {len(values) for values in layers.values()} == {MAE["depth"] + 1}
-        for kind in ("knn", "knn_standardised"):
+        for kind in ("knn", "knn_standardised", "knn_whitened"):
             assert all(is_accuracy(value) for value in layers[kind])
             assert metrics[f"{kind}_{token}"] == layers[kind][-1]
         assert is_accuracy(metrics[f"probe_{token}"])

@@ -42,6 +42,7 @@ class Metric(NamedTuple):
 METRICS = {
     "knn": Metric("anechoic.evals.knn:knn_metric"),
     "knn_standardised": Metric("anechoic.evals.knn:standardised_knn_metric"),
+    "knn_whitened": Metric("anechoic.evals.knn:whitened_knn_metric"),
     "retrieval": Metric("anechoic.evals.retrieval:retrieval_metric"),
     "retrieval_standardised": Metric("anechoic.evals.retrieval:standardised_retrieval_metric"),
     "retrieval_whitened": Metric("anechoic.evals.retrieval:whitened_retrieval_metric"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,12 +45,13 @@ def evaluate_encoder(run_dir: Path, plan: EvalPlan, *, seed: int) -> dict[str, A
     labelled = open_labelled(plan.train, plan.test, channels=encoder.channels)
     poolings: tuple[Pooling, ...] = tuple(p for p in ("class", "mean") if p in encoder.poolings)
     common = settings_of(plan, seed=seed) | {"poolings": poolings}
-    every = EvalSpec(("knn", "knn_standardised", "rank", "norm"), layers="all", **common)
+    votes = ("knn", "knn_standardised", *(["knn_whitened"] if plan.whitened else []))
+    every = EvalSpec((*votes, "rank", "norm"), layers="all", **common)
     subject = Evaluator(every, cached=False).extract(encoder, labelled)
     found = Evaluator(every).measure(subject)
-    metrics: dict[str, Any] = {"layers": {pooling: by_layer(found, pooling) for pooling in poolings}}
+    metrics: dict[str, Any] = {"layers": {pooling: by_layer(found, pooling, votes) for pooling in poolings}}
     for pooling in poolings:
-        for kind in ("knn", "knn_standardised"):
+        for kind in votes:
             metrics[f"{kind}_{pooling}"] = metrics["layers"][pooling][kind][-1]
     if plan.probe:
         probes = Evaluator(EvalSpec(("probe",), **common)).measure(subject)
@@ -99,11 +101,10 @@ def add_retrieval(metrics: dict[str, Any], encoder: Encoder, plan: EvalPlan, *, 
         metrics["beside"][other.name] = {f"{key}_{row['pooling']}": 100 * row[key] for row in rows for key in plain}
 
 
-def by_layer(found: Evaluation, pooling: str) -> dict[str, list[float]]:
-    """One value per layer, under the names of a record."""
+def by_layer(found: Evaluation, pooling: str, votes: Sequence[str]) -> dict[str, list[float]]:
+    """One value per layer, under the names of a record; votes: the kinds of k-NN."""
     return {
-        "knn": [100 * value for value in found.column("knn", pooling=pooling)],
-        "knn_standardised": [100 * value for value in found.column("knn_standardised", pooling=pooling)],
+        **{kind: [100 * value for value in found.column(kind, pooling=pooling)] for kind in votes},
         **ranks_by_layer(found, pooling),
         "norm": found.column("norm", pooling=pooling),
     }

@@ -122,6 +122,7 @@ HANDS = Grid(
     panels={
         "layers.mean.retrieval": "retrieval, mean token (%)",
         "layers.class.retrieval": "retrieval, class token (%)",
+        "layers.mean.retrieval_whitened": "retrieval, mean token whitened (%)",
     },
 )
 
@@ -175,7 +176,7 @@ CLASS_TOKEN = replace(
 )
 
 # Seeds 20 to 26 suggest, among eight measures, two leads of decayed shortcuts: the whitened mean token, which finds
-# most of all pooled vectors, and the vote for the kind of thing by class tokens. Named here before these seeds were run.
+# most of all pooled vectors, and the vote for the kind of thing by class tokens. Named before these seeds were run.
 WHITENED = replace(
     HANDS,
     name="hands-whitened",

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from anechoic.config import Config
-from anechoic.paper.grids import Grid, Row, Variant
+from anechoic.paper.grids import KNN_PANELS, Grid, Row, Variant
 from anechoic.paper.pocket import PROBES, TEST, TRAIN, mae
 from anechoic.paper.rates import FIRST_FRESH_SEED, WORDS, Rates, rate_search
 from anechoic.paper.trial import EvalPlan
@@ -18,7 +18,11 @@ from anechoic.recipes.pretrain import pretrain_config
 
 SAMPLES = 96_000
 LONG = (512_000, 2_048_000)
-EVALUATION = EvalPlan(TRAIN, TEST, fitted=10_000, tested=5000)
+MEASURES = PROBES | {
+    "knn_whitened_mean": "k-NN, mean token whitened",
+    "knn_whitened_class": "k-NN, class token whitened",
+}
+EVALUATION = EvalPlan(TRAIN, TEST, fitted=10_000, tested=5000, whitened=True)
 
 
 def photographs(alpha_min: float, *, algorithm: str = "muon", lr: float, samples: int = SAMPLES) -> Config:
@@ -106,10 +110,11 @@ NATURAL = Grid(
         *(Row(f"Muon, alpha_min {alpha:g}", name_of("muon", alpha)) for alpha in ALPHAS),
         Row("AdamW, alpha_min 1", name_of("adamw", 1.0)),
     ],
-    metrics=PROBES,
+    metrics=MEASURES,
     baseline=name_of("muon", 1.0),
     kind="early",
     first_seed=FIRST_FRESH_SEED,
+    panels=KNN_PANELS | {"layers.mean.knn_whitened": "k-NN, mean token whitened (%)"},
 )
 
 LENGTH = Grid(
@@ -120,7 +125,7 @@ LENGTH = Grid(
     rows=[
         Row(f"Muon, alpha_min 0.6, {samples:,} samples", name_of("muon", 0.6, samples)) for samples in (SAMPLES, *LONG)
     ],
-    metrics=PROBES,
+    metrics=MEASURES,
     baseline=name_of("muon", 1.0),
     kind="lengths",
     baselines=[name_of("muon", 1.0, samples) for samples in LONG],

@@ -49,6 +49,8 @@ class EvalPlan(Section):
     """at most so many of the second, evenly spaced"""
     neighbours: Count = 20
     """votes of the k-NN evaluation"""
+    whitened: bool = False
+    """let whitened features vote too"""
     probe: bool = True
     """fit a logistic regression to the last layer's tokens"""
     protocol: Literal["logistic", "in100", "mae"] = "logistic"
