@@ -8,7 +8,7 @@ import pytest
 
 import anechoic
 from anechoic.paper import catalogue, crossover, full, hands, natural, pocket
-from anechoic.paper.evaluation import packed, unpacked
+from anechoic.paper.evaluation import BRANCH_RANKS, COMPONENT_SHARES, packed, unpacked
 from anechoic.paper.pages import onset_words, paired_over_time, write_index, write_page
 from anechoic.paper.statistics import Records, estimate
 from anechoic.paper.tables import difference_table, measured_table, signed
@@ -25,7 +25,7 @@ def fake_metrics(rng):
     """Everything any page asks for, random."""
     keys = [f"{kind}_{token}" for kind in ("knn", "knn_standardised") for token in ("mean", "class")]
     plain = [
-        *pocket.PROBES,
+        *natural.MEASURES,
         *(key for key in hands.MEASURES if "." not in key),
         "probe",
         "frechet",
@@ -33,22 +33,28 @@ def fake_metrics(rng):
         "recall",
         "accuracy",
     ]
+    of_layers = ("entropy", "knn", "knn_whitened", "retrieval", "retrieval_whitened", "entropy_centred")
     images = rng.random((4, 8, 8, 3))
     return {
         "diverged": False,
         **{key: round(float(rng.uniform(20, 80)), 3) for key in plain},
         "layers": {
             token: {
-                name: [round(float(x), 3) for x in rng.uniform(1, 5, 5)] for name in ("entropy", "knn", "retrieval")
+                name: [round(float(x), 3) for x in rng.uniform(1, 5, 5)] for name in (*of_layers, *COMPONENT_SHARES)
             }
             for token in ("mean", "class")
         },
         "beside": {"flat tokens": {"retrieval_mean": round(float(rng.uniform(20, 80)), 3)}},
         "probe_layers": {str(layer): float(rng.uniform(20, 80)) for layer in range(5)},
         "over_time": [
-            {"seen": seen, **{key: float(rng.uniform(20, 80)) for key in [*keys, "entropy_mean", "entropy_class"]}}
+            {
+                "seen": seen,
+                **{key: float(rng.uniform(20, 80)) for key in [*keys, "entropy_mean", "entropy_class"]},
+                **{name: rng.uniform(1, 9, 8).tolist() for name in BRANCH_RANKS},
+            }
             for seen in CHECKPOINTS
         ],
+        **{name: rng.uniform(1, 9, 8).tolist() for name in BRANCH_RANKS},
         "training": [{"seen": seen, "token_norm": [1.0, 2.0 * seen], "held_out_loss": 0.5} for seen in (0, 1280)],
         "pictures": {
             "map": {"points": rng.normal(size=(12, 2)).tolist(), "labels": [0, 1] * 6, "names": ["nought", "one"]},

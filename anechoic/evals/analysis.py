@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from anechoic.errors import NotFiniteError, UserError
 
-Centre = Literal["columns", "rows"]
+Centre = Literal["columns", "rows", "none"]
 
 
 class EffectiveRank(NamedTuple):
@@ -31,15 +31,15 @@ def effective_rank(features: np.ndarray | Tensor, *, centre: Centre = "columns")
 
     p_i = s_i^2 / sum_j s_j^2 for the singular values s of the centred features, H = -sum p_i ln p_i (0 ln 0 = 0).
     "columns" removes the mean over samples, so the spectrum is that of the usual d x d covariance; "rows" removes each
-    sample's own mean over channels, the literal reading of the paper's n x n matrix. Features that do not vary have
-    rank 0 and entropy 0.
+    sample's own mean over channels, the literal reading of the paper's n x n matrix; "none" removes nothing, as for a
+    matrix of weights. Features that do not vary have rank 0 and entropy 0.
     """
-    if centre not in ("columns", "rows"):
-        raise UserError(f"centre must be 'columns' or 'rows', not {centre!r}.")
+    if centre not in get_args(Centre):
+        raise UserError(f"centre must be one of {', '.join(get_args(Centre))}, not {centre!r}.")
     features = as_tensor(features)
     z = as_matrix(features)
     resolution = torch.finfo(features.dtype).eps if features.is_floating_point() else 0.0
-    centred = z - z.mean(dim=0 if centre == "columns" else 1, keepdim=True)
+    centred = z if centre == "none" else z - z.mean(dim=0 if centre == "columns" else 1, keepdim=True)
     # Deviations below the resolution of the given numbers are rounding, not information.
     largest = z.abs().max().item()
     if centred.abs().max().item() <= 4 * resolution * largest:

@@ -54,6 +54,8 @@ METRICS = {
     "echo": Metric("anechoic.evals.layer_metrics:echo_metric"),
     "crops": Metric("anechoic.evals.label_free:crops_metric"),
     "silhouette": Metric("anechoic.evals.layer_metrics:silhouette_metric"),
+    "components": Metric("anechoic.evals.branches:components_metric"),
+    "branches": Metric("anechoic.evals.branches:branches_metric", of="network"),
     "stream": Metric("anechoic.evals.layer_metrics:stream_metric", of="network"),
     "statistics": Metric("anechoic.evals.layer_metrics:statistics_metric", of="network"),
     "reconstruction": Metric("anechoic.evals.label_free:reconstruction_metric", of="network"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 # Samples whose spectrum is measured.
 RANK_SAMPLES = 2000
+BRANCH_RANKS = ("writer_rank", "output_rank")
+COMPONENT_SHARES = ("common_share", "first_share", "three_share", "look_share")
 
 
 def settings_of(plan: EvalPlan, *, seed: int) -> dict[str, Any]:
@@ -63,10 +66,13 @@ def evaluate_encoder(run_dir: Path, plan: EvalPlan, *, seed: int) -> dict[str, A
         metrics["probe_layers"] = {str(row["layer"]): 100 * row["probe"] for row in probes.rows}
     metrics["rank"] = metrics["layers"]["mean"]["rank"][-1]
     metrics["entropy"] = metrics["layers"]["mean"]["entropy"][-1]
+    if plan.anatomy:
+        add_anatomy(metrics, subject)
     if plan.retrieval:
         add_retrieval(metrics, encoder, plan, seed=seed)
     if plan.checkpoints:
-        spec = EvalSpec(("knn", "knn_standardised", "rank"), **common)
+        names = ("knn", "knn_standardised", "rank", *(["branches"] if plan.anatomy else []))
+        spec = EvalSpec(names, **common)
         metrics["over_time"] = [
             evaluate_checkpoint(path, labelled, spec) for path in checkpoints(run_dir / "checkpoints")
         ]
@@ -101,6 +107,14 @@ def add_retrieval(metrics: dict[str, Any], encoder: Encoder, plan: EvalPlan, *, 
         metrics["beside"][other.name] = {f"{key}_{row['pooling']}": 100 * row[key] for row in rows for key in plain}
 
 
+def add_anatomy(metrics: dict[str, Any], subject: Subject) -> None:
+    """Shares of the components of every layer and token, and ranks, one per branch."""
+    found = Evaluator(replace(subject.spec, metrics=("components", "branches"))).measure(subject)
+    for pooling, values in metrics["layers"].items():
+        values |= {name: found.column(name, pooling=pooling) for name in COMPONENT_SHARES}
+    metrics |= {name: found.network[name] for name in BRANCH_RANKS}
+
+
 def by_layer(found: Evaluation, pooling: str, votes: Sequence[str]) -> dict[str, list[float]]:
     """One value per layer, under the names of a record; votes: the kinds of k-NN."""
     return {
@@ -123,7 +137,7 @@ def evaluate_checkpoint(path: Path, labelled: Labelled, spec: EvalSpec) -> dict[
         for kind in ("knn", "knn_standardised"):
             row[f"{kind}_{pooling}"] = 100 * found.value(kind, pooling=pooling)
         row[f"entropy_{pooling}"] = found.value("entropy_rows", pooling=pooling)
-    return row
+    return row | {name: values for name, values in found.network.items() if name in BRANCH_RANKS}
 
 
 def evaluate_classifier(run_dir: Path, plan: EvalPlan, *, seed: int) -> dict[str, Any]:

@@ -25,8 +25,10 @@ MEASURES = PROBES | {
 EVALUATION = EvalPlan(TRAIN, TEST, fitted=10_000, tested=5000, whitened=True)
 
 
-def photographs(alpha_min: float, *, algorithm: str = "muon", lr: float, samples: int = SAMPLES) -> Config:
-    config = mae(alpha_min, samples=samples, lr=lr)
+def photographs(
+    alpha_min: float, *, algorithm: str = "muon", lr: float, samples: int = SAMPLES, checkpoints: int = 0
+) -> Config:
+    config = mae(alpha_min, samples=samples, lr=lr, checkpoints=checkpoints)
     return replace(config, optim=replace(config.optim, algorithm=algorithm))  # type: ignore[arg-type]
 
 

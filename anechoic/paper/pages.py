@@ -376,6 +376,31 @@ def baseline_of(row: Row) -> str:
     return f"{name}-alpha1"
 
 
+def anatomy_body(grid: Grid, records: Records, out: Path) -> list[str]:
+    """What was measured at the end, then ranks of every branch at the end and of the last one over training."""
+    names = {
+        "writer_rank": "effective rank of the matrix that writes a branch",
+        "output_rank": "effective rank of what a branch writes",
+    }
+    over_time: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
+    lines = [*measured_table(grid, records), ""]
+    for key, title in names.items():
+        found = [(row, records.curve(row.variant, key)) for row in grid.rows]
+        depth = max(len(values) for _, values in found) // 2
+        branches = [f"{kind} {block + 1}" for block in range(depth) for kind in ("attention", "MLP")]
+        lines += [line([f"{title}, at the end", *branches]), line(["---"] * (len(branches) + 1))]
+        for row, values in found:
+            lines.append(line([row.label, *([f"{e.mean:.1f}" for e in values] or ["not run"] * len(branches))]))
+            looks = [metrics["over_time"] for metrics in records.metrics(row.variant).values()]
+            points = [(seen[0]["seen"], estimate(look[key][-1] for look in seen)) for seen in zip(*looks, strict=False)]
+            over_time.setdefault(title.replace("a branch", "the last MLP"), {})[row.label] = [
+                (float(seen), e.mean, e.half or 0.0) for seen, e in points
+            ]
+        lines.append("")
+    figures.draw_estimates(over_time, out / grid.name, xlabel="samples seen")
+    return [*lines, f"![{grid.title}]({grid.name}.png)"]
+
+
 def pictures_body(grid: Grid, records: Records, out: Path) -> list[str]:
     """The first seed's pictures, as the record keeps them."""
     lines = [*measured_table(grid, records), ""]
@@ -412,6 +437,7 @@ BODIES = {
     "length": length_body,
     "axes": axes_body,
     "lengths": lengths_body,
+    "anatomy": anatomy_body,
     "pictures": pictures_body,
 }
 

@@ -61,6 +61,8 @@ class EvalPlan(Section):
     """layers whose mean token is probed too"""
     checkpoints: bool = False
     """evaluate every kept checkpoint by k-NN, not the last one alone"""
+    anatomy: bool = False
+    """the ranks of what branches write, at kept checkpoints too, and what the first components of features hold"""
     retrieval: str = ""
     """drawings of things by several hands, such as emoji, whose twins are searched across hands"""
     baselines: bool = False
