@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import anechoic
 from anechoic.cli import main
-from anechoic.config import from_json, to_json
+from anechoic.config import OptimConfig, from_json, to_json
 from anechoic.errors import UserError
 from anechoic.models import model_config
 from anechoic.recipes import recipe, table
@@ -91,6 +91,18 @@ def test_rules_of_thumb():
     assert choose_batch(10**6, accelerators=1) == 1024
     with pytest.raises(UserError, match="cannot be cut into patches"):
         choose_patch(31)
+
+
+def test_the_optimiser_goes_by_the_machine():
+    here, there = (pretrain_config("x", size=5000, side=64, accelerators=count).optim for count in (0, 1))
+    assert (here.algorithm, there.algorithm) == ("muon", "adamw")
+    assert (there.lr, there.base_lr) == (None, OptimConfig().base_lr)  # the paper's
+    asked = pretrain_config("x", size=5000, side=64, accelerators=0, algorithm="adamw").optim
+    assert asked.algorithm == "adamw"
+    assert asked.lr < here.lr  # each has a rate of its own
+    half = pretrain_config("x", size=5000, side=64, accelerators=0, batch_size=64).optim
+    assert half.lr == here.lr / 2
+    assert pretrain_config("x", size=5000, side=64, accelerators=0, lr=0.123).optim.lr == 0.123
 
 
 def test_alpha_min_goes_by_the_budget():

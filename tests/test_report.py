@@ -196,7 +196,7 @@ def test_pretraining_is_introduced_and_judged(capsys, tmp_path):
 def test_every_setting_is_shown_on_demand(capsys, tmp_path):
     command = ["pretrain", "digits", "--channels", "1", "--epochs", "1", "--out", str(tmp_path / "run"), "--verbose"]
     assert main([*command, "--image-size", "8", "--model", "mae_tiny_patch4", "--model-options", *TINY]) == 0
-    assert "  optim: algorithm adamw" in capsys.readouterr().err
+    assert "  optim: algorithm muon" in capsys.readouterr().err
 
 
 def test_the_estimate_is_that_of_the_whole_length(capsys):

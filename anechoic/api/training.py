@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from anechoic.config import Config, Options, budget, default_holdout, to_json
+from anechoic.config import Algorithm, Config, Options, budget, default_holdout, to_json
 from anechoic.outcome import Outcome
 from anechoic.recipes import recipe as recipe_by_name
 from anechoic.recipes import table
@@ -41,6 +41,7 @@ def pretrain(
     model_options: Options = {},  # noqa: B006
     epochs: float | None = None,
     batch_size: int | None = None,
+    algorithm: Algorithm | None = None,
     lr: float | None = None,
     alpha_min: float | Literal["auto"] | None = None,
     init_from: Path | None = None,
@@ -67,7 +68,8 @@ def pretrain(
         model_options: options of the model, such as dim=48 depth=2.
         epochs: passes over the data.
         batch_size: samples per update.
-        lr: peak learning rate.
+        algorithm: adamw or muon, which learns faster at the size for processors; default muon there, else adamw.
+        lr: peak learning rate; default by algorithm and batch.
         alpha_min: 1 for plain residual connections, auto for the decay that fits the depth; default by the length.
         init_from: a run or model directory to start from.
         knn: training samples that vote in a k-NN test on held-out ones, if there are labels; 0 makes none.
@@ -85,6 +87,7 @@ def pretrain(
         options=model_options,
         epochs=epochs,
         batch_size=batch_size,
+        algorithm=algorithm,
         lr=lr,
         alpha_min=alpha_min,
         seed=seed,

@@ -12,10 +12,11 @@ import math
 import os
 import statistics
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from anechoic.benchmarks.contest import Entry, Step, contest, fastest
 from anechoic.benchmarks.timing import GEMM_SIDE, Options, Timing, row
+from anechoic.config import Algorithm
 from anechoic.errors import UserError
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def ours(
     options: dict[str, Any],
     unfused: bool,
     compiled: bool = False,
-    algorithm: Literal["adamw", "muon"] = "adamw",
+    algorithm: Algorithm = "adamw",
 ) -> Step:
     """What the engine does between two batches, with the parts it is made of."""
     import torch

@@ -30,6 +30,7 @@ from anechoic.errors import UserError
 __all__ = [
     "IMAGENET_MEAN",
     "IMAGENET_STD",
+    "Algorithm",
     "Config",
     "Count",
     "DataConfig",
@@ -122,9 +123,12 @@ class ObjectiveConfig(Section):
     """options of the objective; they add to the recipe's"""
 
 
+Algorithm = Literal["adamw", "muon"]
+
+
 @dataclass(frozen=True)
 class OptimConfig(Section):
-    algorithm: Literal["adamw", "muon"] = "adamw"
+    algorithm: Algorithm = "adamw"
     """what moves the weights; muon: the matrices of blocks and skips by orthogonalised momentum, the rest by AdamW"""
     batch_size: Count = 1024
     """samples per update, over all processes and accumulated parts"""

@@ -13,7 +13,7 @@ from anechoic.paper.grids import Grid, Row, Variant
 from anechoic.paper.natural import BEST, EVALUATION, SAMPLES, photographs
 from anechoic.paper.rates import WORDS
 
-ARMS = {f"{algorithm}-alpha{alpha:g}": (algorithm, alpha) for algorithm in ("adamw", "muon") for alpha in (1.0, 0.6)}
+ARMS = {f"{algorithm}-alpha{alpha:g}": (algorithm, alpha) for algorithm in WORDS for alpha in (1.0, 0.6)}
 
 
 def anatomy_variants() -> dict[str, Variant]:

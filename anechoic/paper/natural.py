@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from anechoic.config import Config
+from anechoic.config import Algorithm, Config
 from anechoic.paper.grids import KNN_PANELS, Grid, Row, Variant
 from anechoic.paper.pocket import PROBES, TEST, TRAIN, mae
 from anechoic.paper.rates import FIRST_FRESH_SEED, WORDS, Rates, rate_search
@@ -26,10 +26,10 @@ EVALUATION = EvalPlan(TRAIN, TEST, fitted=10_000, tested=5000, whitened=True)
 
 
 def photographs(
-    alpha_min: float, *, algorithm: str = "muon", lr: float, samples: int = SAMPLES, checkpoints: int = 0
+    alpha_min: float, *, algorithm: Algorithm = "muon", lr: float, samples: int = SAMPLES, checkpoints: int = 0
 ) -> Config:
     config = mae(alpha_min, samples=samples, lr=lr, checkpoints=checkpoints)
-    return replace(config, optim=replace(config.optim, algorithm=algorithm))  # type: ignore[arg-type]
+    return replace(config, optim=replace(config.optim, algorithm=algorithm))
 
 
 # ---- the search for the rates
@@ -45,7 +45,7 @@ RATES: Rates = {
 }
 
 
-def rate_name(algorithm: str, alpha: float, samples: int, lr: float) -> str:
+def rate_name(algorithm: Algorithm, alpha: float, samples: int, lr: float) -> str:
     """Those of the first length have no length in their name."""
     length = "" if samples == SAMPLES else f"{samples // 1000}k-"
     return f"{algorithm}-{length}lr{lr:g}-alpha{alpha:g}"
@@ -75,7 +75,7 @@ SEARCH = rate_search(
 
 # (algorithm, samples) -> peak rate, with Muon that of both alphas. Two are not searched yet: AdamW's, which is that of
 # drawings, and that of the longest runs, which goes on as from the first length to the second.
-BEST = {
+BEST: dict[tuple[Algorithm, int], float] = {
     ("muon", SAMPLES): 8e-3,
     ("adamw", SAMPLES): 2e-3,
     ("muon", LONG[0]): 4e-3,
@@ -84,12 +84,12 @@ BEST = {
 ALPHAS = (1.0, 0.9, 0.8, 0.6)
 
 
-def name_of(algorithm: str, alpha: float, samples: int = SAMPLES) -> str:
+def name_of(algorithm: Algorithm, alpha: float, samples: int = SAMPLES) -> str:
     return f"{algorithm}-{samples // 1000}k-alpha{alpha:g}"
 
 
 def natural_variants() -> dict[str, Variant]:
-    arms = [
+    arms: list[tuple[Algorithm, float, int]] = [
         *(("muon", alpha, SAMPLES) for alpha in ALPHAS),
         ("adamw", 1.0, SAMPLES),
         *(("muon", alpha, samples) for samples in LONG for alpha in (1.0, 0.6)),
@@ -137,7 +137,7 @@ LENGTH = Grid(
 # ---- a folder of photographs, as `pretrain` trains it
 
 FOLDER, FOLDER_SAMPLES = "imagenette/train", 16_640  # twenty epochs
-FOLDER_RATES: dict[str, tuple[float, ...]] = {
+FOLDER_RATES: dict[Algorithm, tuple[float, ...]] = {
     "adamw": (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3),
     "muon": (1e-3, 2e-3, 4e-3, 8e-3, 16e-3),
 }
@@ -148,11 +148,11 @@ def folder_variants() -> dict[str, Variant]:
     found = {}
     for algorithm, rates in FOLDER_RATES.items():
         for lr in rates:
-            config = pretrain_config(FOLDER, size=1000, side=160, accelerators=0, lr=lr)
+            config = pretrain_config(FOLDER, size=1000, side=160, accelerators=0, algorithm=algorithm, lr=lr)
             config = replace(
                 config,
                 data=replace(config.data, holdout=128, workers=0),
-                optim=replace(config.optim, algorithm=algorithm, epochs=None, samples=FOLDER_SAMPLES),  # type: ignore[arg-type]
+                optim=replace(config.optim, epochs=None, samples=FOLDER_SAMPLES),
                 threads=1,
                 devices=1,
             )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from anechoic.config import Algorithm
 from anechoic.paper.grids import Grid, Row
 
 # (algorithm, alpha_min, samples) -> peak rates that are tried.
-Rates = Mapping[tuple[str, float, int], Sequence[float]]
-WORDS = {"muon": "Muon", "adamw": "AdamW"}
+Rates = Mapping[tuple[Algorithm, float, int], Sequence[float]]
+WORDS: dict[Algorithm, str] = {"muon": "Muon", "adamw": "AdamW"}
 # Rates are chosen with the first seeds, claims made with those from here on.
 FIRST_FRESH_SEED = 10
 
@@ -19,7 +20,7 @@ def rate_search(
     rates: Rates,
     *,
     group: str,
-    variant: Callable[[str, float, int, float], str],
+    variant: Callable[[Algorithm, float, int, float], str],
     baseline: str,
 ) -> Grid:
     """variant: the name of the trial of (algorithm, alpha_min, samples, rate)."""

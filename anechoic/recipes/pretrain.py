@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from anechoic.config import Config, DataConfig, ModelConfig, OptimConfig, ShortcutConfig, budget, default_holdout
+from anechoic.config import (
+    Algorithm,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    ShortcutConfig,
+    budget,
+    default_holdout,
+)
 from anechoic.errors import UserError
 
 # When decayed shortcuts pay (docs/when-does-it-pay.md). In every run measured here, all of them far shorter than this,
@@ -26,7 +35,10 @@ SIZES: tuple[tuple[int, str, dict[str, int]], ...] = (
     (0, "tiny", {"decoder_dim": 192, "decoder_depth": 6, "decoder_num_heads": 3}),
 )
 POCKET = {"dim": 96, "depth": 8, "num_heads": 3, "decoder_dim": 96, "decoder_depth": 2, "decoder_num_heads": 3}
-POCKET_LR = 1e-3
+# Peak rates of the pocket size per 128 samples of the batch.
+POCKET_LR: dict[Algorithm, float] = {"adamw": 1e-3, "muon": 4e-3}
+# Of larger models AdamW's is the paper's, and Muon's has the same ratio to it as at the pocket size.
+BASE_LR: dict[Algorithm, float] = {"adamw": 1.5e-4, "muon": 6e-4}
 
 
 def choose_image_size(side: int, *, accelerators: int) -> int:
@@ -64,6 +76,7 @@ def pretrain_config(
     options: dict[str, Any] | None = None,
     epochs: float | None = None,
     batch_size: int | None = None,
+    algorithm: Algorithm | None = None,
     lr: float | None = None,
     alpha_min: float | Literal["auto"] | None = None,
     seed: int = 0,
@@ -75,9 +88,10 @@ def pretrain_config(
     batch_size = batch_size or choose_batch(trained_on, accelerators=accelerators)
     if epochs is None:
         epochs = float(ACCELERATOR_EPOCHS if accelerators else max(1, min(800, PROCESSOR_SAMPLES // max(1, size))))
-    optim = OptimConfig(
-        batch_size=batch_size, epochs=epochs, lr=lr if lr is not None or accelerators else POCKET_LR * batch_size / 128
-    )
+    algorithm = algorithm or ("adamw" if accelerators else "muon")
+    if lr is None and not accelerators:
+        lr = POCKET_LR[algorithm] * batch_size / 128
+    optim = OptimConfig(algorithm, batch_size=batch_size, epochs=epochs, lr=lr, base_lr=BASE_LR[algorithm])
     chosen_model = (
         ModelConfig(model, options or {}) if model else choose_model(size, image_size, accelerators=accelerators)
     )

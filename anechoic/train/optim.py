@@ -13,10 +13,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from anechoic.config import Algorithm
 from anechoic.errors import UserError
 from anechoic.runtime.sharding import local, placed, whole
 
-Algorithm = Literal["adamw", "muon"]
 Decayed = Literal["matrices", "all"]
 FIRST_LAYER = ("class_token", "positions", "patch_embed")
 BLOCK = re.compile(r"(?:^|\.)blocks\.(\d+)\.")
