@@ -21,7 +21,8 @@ from tqdm.auto import tqdm
 from anechoic import __version__
 from anechoic.api import VERBS, verb
 from anechoic.api.arguments import alternatives
-from anechoic.config import settings
+from anechoic.config import Section, settings
+from anechoic.config.checking import descriptions, hints
 from anechoic.errors import UserError, nearest_name
 from anechoic.recipes import recipe, table
 from anechoic.runtime.children import end_with_whoever_started_me
@@ -70,19 +71,24 @@ def with_json_flag(function: Callable) -> Callable:
 
 
 def in_help(parameter: inspect.Parameter) -> Any:
-    """The annotation with what the help shows: arguments by their names; what may be left out says so, instead of
-    `{None}|STR (default: None)`."""
+    """The annotation with what the help shows: arguments by their names, flags as `flag_in_help` words them."""
     hint, default = parameter.annotation, parameter.default
     if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
         word = parameter.name.upper() + (" ..." if get_origin(alternatives(hint)[0]) is tuple else "")
         needed = default is inspect.Parameter.empty
         told = tyro.conf.arg(metavar=word, help_behavior_hint="(required)" if needed else "(optional)")
         return Annotated[hint, told] if alternatives(hint)[0] in (str, Path) or "..." in word else hint
+    return flag_in_help(hint, default)
+
+
+def flag_in_help(hint: Any, default: Any) -> Any:
+    """The annotation of what may be left out says so, instead of `{None}|STR (default: None)`."""
     choices = [choice for choice in alternatives(hint) if choice is not NoneType]
-    if default is not None or len(choices) == len(alternatives(hint)):
+    if len(choices) == len(alternatives(hint)):
         return hint
     metavar = "|".join(dict.fromkeys(word for choice in choices for word in words_for(choice)))
-    return Annotated[hint, tyro.conf.arg(metavar=metavar, help_behavior_hint="(optional)")]
+    optional = "(optional)" if default is None else None
+    return Annotated[hint, tyro.conf.arg(metavar=metavar, help_behavior_hint=optional)]
 
 
 def words_for(hint: Any) -> list[str]:
@@ -91,6 +97,26 @@ def words_for(hint: Any) -> list[str]:
     if get_origin(hint) is tuple:
         return [f"[{'|'.join(words_for(get_args(hint)[0]))} ...]"]
     return [getattr(hint, "__name__", str(hint)).upper()]
+
+
+REGISTRY = tyro.constructors.ConstructorRegistry()
+
+
+@REGISTRY.struct_rule
+def settings_in_help(info: tyro.constructors.StructTypeInfo) -> tyro.constructors.StructConstructorSpec | None:
+    """The settings of a recipe, worded as the flags of verbs are."""
+    if not (isinstance(info.type, type) and issubclass(info.type, Section) and isinstance(info.default, info.type)):
+        return None
+    texts = descriptions(info.type)
+    return tyro.constructors.StructConstructorSpec(
+        instantiate=info.type,
+        fields=tuple(
+            tyro.constructors.StructFieldSpec(
+                name, flag_in_help(hint, getattr(info.default, name)), getattr(info.default, name), texts.get(name)
+            )
+            for name, hint in hints(info.type).items()
+        ),
+    )
 
 
 def show(outcome: object, *, as_json: bool) -> None:
@@ -139,7 +165,7 @@ def answer(arguments: list[str]) -> int:
     if name not in VERBS:
         raise UserError(f"there is no verb {name!r}; {nearest_name(name, VERBS)}")
     refuse_misplaced(name, rest)
-    tyro.cli(with_json_flag(verb(name)), prog=f"anechoic {name}", args=rest)
+    tyro.cli(with_json_flag(verb(name)), prog=f"anechoic {name}", args=rest, registry=REGISTRY)
     return 0
 
 
@@ -148,22 +174,32 @@ def answer(arguments: list[str]) -> int:
 
 def flags_of(name: str) -> set[str]:
     """Every flag of a verb; of one whose argument is a whole config, the settings too."""
-    flags = {"--help", "--json"}
+    flags = {"--help", "--json", "--no-json"}
     hints = inspect.get_annotations(verb(name), eval_str=True)
     for parameter in inspect.signature(verb(name)).parameters.values():
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-            flags |= {f"--{parameter.name}", f"--no-{parameter.name}"}
+            flags |= switches(parameter.name, hints[parameter.name] is bool)
         elif parameter.name == "recipe" and hints[parameter.name] is not str:
-            flags |= {f"--{setting}" for setting, _ in settings(recipe(next(iter(table()))))}
+            for setting, value in settings(recipe(next(iter(table())))):
+                flags |= switches(setting, isinstance(value, bool))
     return {flag.replace("_", "-") for flag in flags}
 
 
+def switches(name: str, is_switch: bool) -> set[str]:
+    """--data.flip, and --data.no-flip if it is on or off."""
+    section, dot, last = name.rpartition(".")
+    return {f"--{name}"} | ({f"--{section}{dot}no-{last}"} if is_switch else set())
+
+
 def refuse_misplaced(name: str, words: Sequence[str]) -> None:
-    """A flag that this verb lacks and another has, or that is called otherwise here, is answered with where it is.
+    """A flag that this verb lacks is answered with where it is, if another verb has it or it is called otherwise here,
+    or with the nearest of its own. So is a recipe that does not exist.
 
     What follows -- is another command's.
     """
     own = flags_of(name)
+    if name == "train" and words and not words[0].startswith("-") and words[0] not in table():
+        raise UserError(f"there is no recipe {words[0]!r}; {nearest_name(words[0], table())}")
     for word in itertools.takewhile(lambda word: word != "--", words):
         flag = word.partition("=")[0].replace("_", "-")
         if not flag.startswith("--") or flag in own or any(flag.startswith(f"{other}.") for other in own):
@@ -178,6 +214,7 @@ def refuse_misplaced(name: str, words: Sequence[str]) -> None:
                 f"{name} has no {flag}, which is an option of {', '.join(others[:3])}; anechoic {name} --help lists "
                 "its own."
             )
+        raise UserError(f"{name} has no {flag}; {nearest_name(flag, sorted(own))}")
 
 
 # ---- messages beside a progress bar

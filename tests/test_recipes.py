@@ -134,7 +134,7 @@ WITHOUT_TORCH = """
 import sys
 from anechoic.cli import main
 try:
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))
 finally:
     assert "torch" not in sys.modules
 """

@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import is_dataclass
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from zoo import make
 
 import anechoic
 from anechoic.cli import flags_of, main
+from anechoic.config import Config, OptimConfig, SaveConfig
+from anechoic.config.checking import descriptions, hints
 from anechoic.data import decoding, open_source
 from anechoic.errors import UserError
 from anechoic.models.preprocess import Preprocess
@@ -82,6 +85,28 @@ def test_a_flag_of_another_verb_is_named(capsys, tmp_path):
     assert "--shortcut.alpha-min" in flags_of("train")
 
 
+def test_a_misspelt_flag_or_recipe_is_answered_with_the_nearest(capsys):
+    assert "search has no --ouput; did you mean --output?" in sentence(capsys, "search", "a", "b", "0", "--ouput", "x")
+    words = ["train", "pocket_mae_digits"]
+    assert "train has no --optim.lrr; did you mean --optim.lr?" in sentence(capsys, *words, "--optim.lrr", "1")
+    assert "no recipe 'pocket_mae_digit'; did you mean pocket_mae_digits?" in sentence(capsys, "train", words[1][:-1])
+
+
+def test_settings_may_be_turned_off_by_flag(capsys):
+    assert main(["train", "pocket_mae_digits", "--data.no-flip", "--no-compile", "--no-json", "--dry-run"]) == 0
+    assert '"flip": false' in capsys.readouterr().out
+
+
+def test_every_setting_has_its_sentence_in_the_help(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "pocket_mae_digits", "--help"])
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for section in (Config, OptimConfig, SaveConfig):
+        told = descriptions(section)
+        assert set(told) >= {name for name, hint in hints(section).items() if not is_dataclass(hint)}
+        assert all(sentence in text for sentence in told.values())
+
+
 def test_one_sheet_is_no_distribution(tmp_path, capsys):
     Image.new("RGB", (64, 64)).save(tmp_path / "sheet.png")
     words = ["frechet", tmp_path / "sheet.png", "digits:test", "--extractor", "digits"]
@@ -104,9 +129,9 @@ def test_a_reader_that_leaves_early(words):
 
 
 def test_help_speaks_of_what_may_be_left_out(capsys):
-    for verb in ("embed", "knn", "pretrain", "search"):
+    for words in (["train", "pocket_mae_digits"], ["embed"], ["knn"], ["pretrain"], ["search"]):
         with pytest.raises(SystemExit):
-            main([verb, "--help"])
+            main([*words, "--help"])
         text = capsys.readouterr().out
         assert "None" not in text
     assert "usage: anechoic search [-h] [OPTIONS] RUN DATA QUERY ..." in text

@@ -5,8 +5,12 @@ It knows the annotations that settings have, and no setting.
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
 import json
 import math
+import textwrap
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import cache
@@ -82,6 +86,17 @@ def _hints(section: Hashable) -> dict[str, Any]:
 def hints(section: type) -> dict[str, Any]:
     """Field name -> annotation, with its range."""
     return _hints(cast(Hashable, section))
+
+
+def descriptions(section: type) -> dict[str, str]:
+    """Field name -> the sentence below it in the source."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for field, text in itertools.pairwise(body.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+            found[field.target.id] = inspect.cleandoc(ast.literal_eval(text.value))
+    return found
 
 
 SectionT = TypeVar("SectionT", bound=Section)
