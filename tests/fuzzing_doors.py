@@ -34,7 +34,7 @@ def load_everything() -> None:
     for name in (
         *("datasets", "pyarrow.parquet", "diffusers.models.autoencoders.autoencoder_kl"),
         *("transformers.models.vit.modeling_vit", "anechoic.data.latents", "anechoic.diffusion.generation"),
-        *("anechoic.evals.encoders", "anechoic.evals.frechet", "anechoic.evals.segment"),
+        *("anechoic.evals.encoders", "anechoic.evals.frechet", "anechoic.evals.index", "anechoic.evals.segment"),
         *("anechoic.exchange.importing", "anechoic.exchange.exporting", "anechoic.runtime.parts"),
     ):
         import_module(name)
@@ -391,6 +391,26 @@ def enter_masks(path: Path) -> str:
     return str(tuple(images.shape))
 
 
+def make_index(folder: Path) -> None:
+    from anechoic.evals.index import Part, write
+
+    rows, vectors = np.arange(5), np.random.default_rng(0).normal(size=(5, 8)).astype(np.float32)
+    (folder / "index").mkdir()
+    keys = [bytes([row]) * 16 for row in range(5)]
+    card = {"encoder": "this one", "bad": {"ff" * 16: ["torn.jpg", "it is cut off"]}}
+    write(folder / "index", rows, [Part(vectors, rows, rows)], keys, card)
+
+
+def enter_index(path: Path) -> str:
+    """A damaged index is never an error: it is made anew, for a reason that is said."""
+    from anechoic.evals.index import Searchable, read
+
+    known, reason = read(path, "this one")
+    if known is None:
+        return reason
+    return str(len(Searchable.of(known.vectors, "standardised").nearest(known.vectors, k=1).indices) == len(known.keys))
+
+
 DOORS = {
     "image": Door(make_images, enter_image),
     "folder": Door(make_folder, enter_source),
@@ -409,6 +429,7 @@ DOORS = {
     "vae": Door(make_vae, enter_vae),
     "statistics": Door(make_statistics, enter_statistics),
     "masks": Door(make_masks, enter_masks),
+    "index": Door(make_index, enter_index),
 }
 
 

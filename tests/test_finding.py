@@ -20,15 +20,16 @@ from anechoic.cli import main
 from anechoic.data import open_source
 from anechoic.data.cache import cache_dir
 from anechoic.errors import UserError
-from anechoic.evals import exploring, feature_cache
+from anechoic.evals import exploring, feature_cache, index
 from anechoic.evals.encoders import flat, open_encoder
-from anechoic.evals.feature_cache import features_of
+from anechoic.evals.feature_cache import features_of, file_crc
 from anechoic.evals.index import Searchable, nearest_others, open_index
 from anechoic.evals.knn import nearest
 from anechoic.evals.queries import resolve
 from anechoic.evals.whitening import fitted, rescaled, unit_vectors
 from anechoic.models.preprocess import Preprocess
 from anechoic.runtime.checkpoint import model_card, write_model
+from anechoic.runtime.files import read_json, sealed, unsealed, write_json
 
 
 def picture(seed, *, side=20):
@@ -135,6 +136,22 @@ def test_other_weights_mean_another_index(run, photos, caplog):
     assert after.added == 36
     assert "weights, or how images are prepared, have changed" in caplog.text
     assert not np.allclose(before, after.vectors)
+
+
+@pytest.mark.parametrize("broken", ["a row too few", "another type", "an archive", "one dimension"])
+def test_an_index_whose_parts_do_not_fit_is_not_believed_though_its_seal_is_right(tmp_path, broken):
+    rows, vectors = np.arange(5), np.ones((5, 8), np.float32)
+    index.write(tmp_path, rows, [index.Part(vectors, rows, rows)], [bytes([row]) * 16 for row in rows], {"bad": {}})
+    card = unsealed(read_json(tmp_path / index.CARD))
+    other = {"a row too few": vectors[1:], "another type": vectors.astype(str), "one dimension": vectors[:, 0]}
+    with open(tmp_path / index.VECTORS, "wb") as file:
+        if broken in other:
+            np.save(file, other[broken])
+        else:
+            np.savez(file, vectors=vectors)
+    crc = card["crc"] | {index.VECTORS: file_crc(tmp_path / index.VECTORS)}
+    write_json(tmp_path / index.CARD, sealed({**card, "encoder": "this one", "crc": crc}))
+    assert index.read(tmp_path, "this one") == (None, "its file is damaged")
 
 
 def test_a_damaged_index_is_made_anew(run, photos, caplog):

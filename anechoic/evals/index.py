@@ -132,10 +132,12 @@ def read(folder: Path, fingerprint: str) -> tuple[Known | None, str]:
             return None, "the weights, or how images are prepared, have changed since"
         if any(file_crc(folder / name) != card["crc"][name] for name in (VECTORS, KEYS)):
             return None, "its file is damaged"
-        keys = np.load(folder / KEYS).view("V16").ravel()
-        bad = {key: (name, why) for key, (name, why) in card["bad"].items()}
-        return Known(np.load(folder / VECTORS, mmap_mode="r"), keys, bad), ""
-    except (OSError, ValueError, KeyError, TypeError):  # a UserError is a ValueError
+        vectors, keys = (np.load(folder / name, mmap_mode="r") for name in (VECTORS, KEYS))
+        if (vectors.dtype, keys.dtype, keys.shape) != (np.float32, np.uint8, (len(vectors), 16)) or vectors.ndim != 2:
+            return None, "its file is damaged"
+        bad = {key: (str(name), str(why)) for key, (name, why) in card["bad"].items()}
+        return Known(vectors, np.array(keys).view("V16").ravel(), bad), ""
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # a UserError is a ValueError
         return None, "its file is damaged"
 
 
