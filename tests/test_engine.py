@@ -210,6 +210,17 @@ def test_another_config_is_refused_with_the_difference(tmp_path):
     assert (tmp_path / "config.json").read_bytes() == before
 
 
+def test_data_that_is_not_what_the_run_began_with_is_named_with_the_remedy(tmp_path):
+    images = np.random.default_rng(0).integers(0, 255, (3 * BATCH, 8, 8), np.uint8)
+    np.save(tmp_path / "images.npy", images)
+    config = tiny_config(steps=2)
+    config = replace(config, data=replace(config.data, source=str(tmp_path / "images.npy"), holdout=8))
+    fit(config, tmp_path / "run")
+    os.utime(tmp_path / "images.npy", (0, 0))
+    with pytest.raises(UserError, match=r"is not the data that the run .* began with .* cp -a, rsync -a"):
+        fit(config, tmp_path / "run")
+
+
 def test_a_new_run_from_weights(tmp_path):
     fit(tiny_config(steps=5), tmp_path / "old")
     config = tiny_config(steps=1, init_from=str(tmp_path / "old"), optim=OptimConfig(batch_size=BATCH, samples=BATCH))

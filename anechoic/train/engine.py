@@ -311,6 +311,12 @@ def resolve_config(config: Config, run: Run | None, source: Source, world: World
             frozen.devices,
         )
         frozen = replace(frozen, devices=world.size)
+    if frozen.data.fingerprint not in (None, source.fingerprint) and frozen.data.source == asked.data.source:
+        raise UserError(
+            f"{config.data.source} is not the data that the run {run.path} began with (names, sizes or times of its "
+            "files differ): put that back, with its times if it was copied (cp -a, rsync -a), or choose another "
+            "directory."
+        )
     changed = differences(frozen, adopt(asked, frozen))
     if changed:
         raise UserError(
