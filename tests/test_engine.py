@@ -217,7 +217,7 @@ def test_data_that_is_not_what_the_run_began_with_is_named_with_the_remedy(tmp_p
     config = replace(config, data=replace(config.data, source=str(tmp_path / "images.npy"), holdout=8))
     fit(config, tmp_path / "run")
     os.utime(tmp_path / "images.npy", (0, 0))
-    with pytest.raises(UserError, match=r"is not the data that the run .* began with .* cp -a, rsync -a"):
+    with pytest.raises(UserError, match=r"is not the data that the run .* began with .*cp -a, rsync -a"):
         fit(config, tmp_path / "run")
 
 
