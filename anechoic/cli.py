@@ -21,8 +21,7 @@ from tqdm.auto import tqdm
 from anechoic import __version__
 from anechoic.api import VERBS, verb
 from anechoic.api.arguments import alternatives
-from anechoic.config import Section, settings
-from anechoic.config.checking import descriptions, hints
+from anechoic.config import Section, checking, settings
 from anechoic.errors import UserError, nearest_name
 from anechoic.recipes import recipe, table
 from anechoic.runtime.children import end_with_whoever_started_me
@@ -107,14 +106,14 @@ def settings_in_help(info: tyro.constructors.StructTypeInfo) -> tyro.constructor
     """The settings of a recipe, worded as the flags of verbs are."""
     if not (isinstance(info.type, type) and issubclass(info.type, Section) and isinstance(info.default, info.type)):
         return None
-    texts = descriptions(info.type)
+    texts = checking.descriptions(info.type)
     return tyro.constructors.StructConstructorSpec(
         instantiate=info.type,
         fields=tuple(
             tyro.constructors.StructFieldSpec(
                 name, flag_in_help(hint, getattr(info.default, name)), getattr(info.default, name), texts.get(name)
             )
-            for name, hint in hints(info.type).items()
+            for name, hint in checking.hints(info.type).items()
         ),
     )
 

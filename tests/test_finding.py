@@ -138,6 +138,16 @@ def test_other_weights_mean_another_index(run, photos, caplog):
     assert not np.allclose(before, after.vectors)
 
 
+def test_an_index_of_unreadable_images_alone_is_refused(run, photos):
+    (photos / "a" / "torn.png").write_bytes(b"no image")
+    assert index_of(run, photos).added == 36
+    for path in photos.rglob("*.*g"):
+        if path.name != "torn.png":
+            path.unlink()
+    with pytest.raises(UserError, match=r"None of the 1 images can be read; the first is a/torn.png"):
+        index_of(run, photos)
+
+
 @pytest.mark.parametrize("broken", ["a row too few", "another type", "an archive", "one dimension"])
 def test_an_index_whose_parts_do_not_fit_is_not_believed_though_its_seal_is_right(tmp_path, broken):
     rows, vectors = np.arange(5), np.ones((5, 8), np.float32)

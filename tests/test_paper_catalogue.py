@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from anechoic.api.reproducing import refuse_failures
 from anechoic.cli import main
 from anechoic.config import differences
 from anechoic.errors import UserError
@@ -253,6 +254,23 @@ def test_data_to_judge_by_is_missed_before_training_too(tmp_path):
 def test_mistakes_of_a_sweep(arguments, words, tmp_path):
     assert words in mistake("sweep", "pocket_mae_digits", *arguments, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("words", [["sweep", "pocket_mae_digits", "--out"], ["reproduce", "table2", "--report"]])
+def test_a_folder_that_cannot_be_made_is_named(words, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    assert "cannot be made" in mistake(*words, tmp_path / "file" / "out")
+
+
+def test_the_time_of_a_sweep_goes_by_its_jobs(tmp_path):
+    words = ("sweep", "pocket_mae_digits", "--seeds", 8, "--dry-run", "--out", tmp_path)
+    assert "on 1 core for" in cli(*words, "--jobs", 1)[1]
+
+
+def test_failures_are_told_with_what_to_do():
+    with pytest.raises(UserError, match=r"a-seed0 and 1 more failed \(it broke\). The records of the others are kept"):
+        refuse_failures({"a-seed0": "it broke", "b-seed1": "too"})
+    refuse_failures({})
 
 
 def test_a_dry_sweep_lists_its_cells(tmp_path):

@@ -351,7 +351,6 @@ def test_the_list_counts_records_and_minutes(tmp_path):
 
 
 @pytest.mark.usefixtures("unrendered")
-@pytest.mark.usefixtures("unrendered")
 def test_all_pages_are_those_with_records(tmp_path):
     fill(tmp_path / "results", pocket.TABLE1)
     report = anechoic.reproduce("all", results=tmp_path / "results", report=tmp_path / "out")

@@ -127,7 +127,6 @@ def test_a_diverged_run_counts_but_has_no_numbers(tmp_path):
     assert (records.count("decayed"), records.diverged("decayed")) == (2, 1)
     assert records.mean("decayed", "knn") == Estimate(10.0, None, 1)
     assert (records.count("fnord"), records.diverged("fnord")) == (0, 0)
-    assert records.seconds() == 60.0
 
 
 def test_a_curve_is_an_estimate_for_each_entry(tmp_path):

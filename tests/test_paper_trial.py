@@ -317,6 +317,9 @@ def test_a_missing_number_or_another_fate_is_no_repetition(encoder):
     _, record, _ = encoder
     missing = metrics_of(record, knn_mean=None)
     assert not compare(record, missing).within_tolerance
+    assert not compare(missing, record).within_tolerance
+    older = {**record, "metrics": {key: value for key, value in record["metrics"].items() if key != "knn_mean"}}
+    assert compare(older, record).within_tolerance
     wild = {**record, "metrics": {"diverged": True, "reason": "it did", "seen": 16, "training": []}}
     for one, other in ((record, wild), (wild, record)):
         found = compare(one, other)

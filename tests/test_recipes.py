@@ -18,7 +18,14 @@ from anechoic.errors import UserError
 from anechoic.models import model_config
 from anechoic.recipes import recipe, table
 from anechoic.recipes.mae import RECIPES as MAE_RECIPES
-from anechoic.recipes.pretrain import choose_alpha_min, choose_batch, choose_image_size, choose_patch, pretrain_config
+from anechoic.recipes.pretrain import (
+    choose_alpha_min,
+    choose_batch,
+    choose_image_size,
+    choose_patch,
+    choose_pocket_lr,
+    pretrain_config,
+)
 from anechoic.runtime.files import read_json
 from anechoic.train.build import check
 
@@ -100,9 +107,12 @@ def test_the_optimiser_goes_by_the_machine():
     asked = pretrain_config("x", size=5000, side=64, accelerators=0, algorithm="adamw").optim
     assert asked.algorithm == "adamw"
     assert asked.lr < here.lr  # each has a rate of its own
-    half = pretrain_config("x", size=5000, side=64, accelerators=0, batch_size=64).optim
-    assert half.lr == here.lr / 2
+    assert [choose_pocket_lr("adamw", batch_size=batch, samples=1000) for batch in (64, 128)] == [5e-4, 1e-3]
+    lengths = (10_000, 100_000, 400_000, 1_600_000)
+    assert [choose_pocket_lr("muon", batch_size=64, samples=n) for n in lengths] == [8e-3, 8e-3, 4e-3, 2e-3]
     assert pretrain_config("x", size=5000, side=64, accelerators=0, lr=0.123).optim.lr == 0.123
+    large = pretrain_config("x", size=5000, side=64, accelerators=0, model="mae_base_patch16").optim
+    assert (large.algorithm, large.lr) == ("muon", None)  # the rate of the pocket size is not that of a large model
 
 
 def test_alpha_min_goes_by_the_budget():
@@ -161,6 +171,10 @@ def test_a_typo_in_an_override_costs_a_second_and_names_the_nearest():
         (["pretrain", "digits", "--channels", "1", "--image-size", "7", "--out"], "cannot be cut into patches"),
         (["pretrain", "digits", "--channels", "1", "--model", "vit_tiny_patch4", "--out"], "trains a mae_ model"),
         (["pretrain", "nowhere", "--out"], "There is no data"),
+        (["pretrain", "digits", "--channels", "1", "--epochs", "inf", "--out"], "must be a finite number"),
+        (["pretrain", "digits", "--channels", "1", "--image-size", "0", "--out"], "Images of 0 pixels"),
+        (["pretrain", "digits", "--channels", "1", "--batch-size", "0", "--out"], "batch_size must be at least 1"),
+        (["train", "pocket_mae_digits", "--optim.lr", "1e999"], "must be a finite number"),
     ],
 )
 def test_mistakes(capsys, tmp_path, arguments, words):

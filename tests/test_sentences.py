@@ -249,7 +249,7 @@ def test_a_sweep_into_a_file_says_now_and_then_how_far_it_is(monkeypatch, tmp_pa
     trial = Trial("alpha0.6-seed0", "alpha0.6", recipe("pocket_mae_digits"))
     out = io.StringIO()
     folders = sweep.Folders(tmp_path, tmp_path, tmp_path)
-    table = sweep.Table([trial], folders, sweep.Progress(), out, estimates={trial.name: 600.0})
+    table = sweep.Table([trial], folders, sweep.Progress(), out, estimates={trial.name: 600.0}, jobs=1)
     job = sweep.Job(trial, None, 0, 0.0)
     table.draw([job])
     assert out.getvalue() == ""

@@ -46,7 +46,7 @@ def sweep(
         recipe: a name that `anechoic recipes` lists.
         vary: a setting and its values, such as shortcut.alpha_min 0.5 0.6 or model.options.depth 4 8; may be repeated.
         fix: a setting and its one value in every trial, such as optim.samples 20000; may be repeated.
-        seeds: how many seeds, counted from the first of the page.
+        seeds: how many seeds, counted from 0.
         train: labelled images to evaluate by; without them only the training itself is recorded.
         test: labelled images to classify.
         out: a record for each trial is written to out/records, its run to out/runs.
@@ -81,14 +81,11 @@ def sweep(
     trials = combinations(base, grid, seeds=range(seeds), evaluation=EvalPlan(train, test))
     folders = Folders(out / "records", out / "runs", data_root(data))
     if dry_run:
-        return planned(trials, folders)
+        return planned(trials, folders, jobs)
     progress = run(trials, folders, jobs)
-    text = summary(trials, folders)
-    return Outcome(
-        config={},
-        metrics={"records": [str(folders.record(trial)) for trial in trials], **counted(progress)},
-        text=text + failures(progress),
-    )
+    refuse_failures(progress.failed)
+    metrics = {"records": [str(folders.record(trial)) for trial in trials], **counted(progress)}
+    return Outcome(config={}, metrics=metrics, text=summary(trials, folders))
 
 
 def reproduce(
@@ -134,7 +131,9 @@ def reproduce(
     if report is not None:
         from anechoic.paper.pages import has_records, write_index, write_page
         from anechoic.paper.tally import write_tally
+        from anechoic.runtime.files import make_folder
 
+        make_folder(report)
         at = "" if scale == "pocket" else f" --scale {scale}"
         if what == "all":
             grids = [grid for grid in grids if has_records(grid, root)]
@@ -161,19 +160,22 @@ def reproduced(
 
     texts: list[str] = []
     metrics: dict[str, Any] = {}
+    failed: dict[str, str] = {}
     for grid in grids:
         trials = grid.trials(catalogue.variants(grid, scale), seeds)
         folders = Folders(results / grid.group, runs / grid.group, root)
         if dry:
-            found = planned(trials, folders, accelerator=scale == "full")
+            found = planned(trials, folders, jobs, accelerator=scale == "full")
             texts.append(f"{grid.title}\n{found.text}")
             metrics[grid.name] = found.metrics
             continue
         progress = run(trials, folders, 1 if scale == "full" and jobs is None else jobs, pinned=scale == "pocket")
         records = Records(folders.records)
         table = [*measured_table(grid, records), "", *difference_table(grid, records)]
-        texts.append("\n".join([grid.title, *table]) + failures(progress))
+        texts.append("\n".join([grid.title, *table]))
+        failed |= progress.failed
         metrics[grid.name] = counted(progress)
+    refuse_failures(failed)
     return Outcome(config={}, metrics=metrics, text="\n\n".join(texts))
 
 
@@ -183,13 +185,13 @@ def verified(path: Path, runs: Path, root: Path) -> Outcome:
 
     from anechoic.paper.trial import run_trial, trial_from_json
     from anechoic.paper.verify import compare, verdict_text
-    from anechoic.runtime.files import read_json
+    from anechoic.runtime.files import make_folder, read_json
 
     record = read_json(path)
     trial = trial_from_json(record)
     if "metrics" not in record:
         raise UserError(f"{path} describes a trial but has no numbers to repeat: give a record that a sweep wrote.")
-    runs.mkdir(parents=True, exist_ok=True)
+    make_folder(runs)
     with tempfile.TemporaryDirectory(dir=runs, prefix="verify-") as folder:
         again = run_trial(trial, Path(folder) / "run", root=root)
     found = compare(record, again)
@@ -239,7 +241,7 @@ def with_samples(config: Any, root: Path) -> Any:
     return replace(config, optim=replace(config.optim, epochs=None, samples=budget(config.optim, size - held)))
 
 
-def planned(trials: Sequence[Trial], folders: Folders, *, accelerator: bool = False) -> Outcome:
+def planned(trials: Sequence[Trial], folders: Folders, jobs: int | None, *, accelerator: bool = False) -> Outcome:
     """The trials with their estimated time, and which are done."""
     from anechoic.paper.sweep import available_cores, duration, estimates, training_flops
     from anechoic.paper.tables import line
@@ -256,8 +258,12 @@ def planned(trials: Sequence[Trial], folders: Folders, *, accelerator: bool = Fa
             left += 0.0 if done else seconds[trial.name]
         rows.append(line([trial.name, f"{trial.config.optim.samples or 0:,}", cost, "done" if done else "to run"]))
     head = [line(["run", "samples", "exaFLOP" if accelerator else "one core", "state"]), line(["---"] * 4)]
-    cores = len(available_cores())
-    total = f"\nAbout {duration(left / cores)} on {cores} cores for what is to run." if left else ""
+    cores = len(available_cores()[:jobs])
+    total = (
+        f"\nAbout {duration(left / cores)} on {cores} core{'s' if cores > 1 else ''} for what is to run."
+        if left
+        else ""
+    )
     metrics = {"trials": [trial.name for trial in trials], "seconds": seconds}
     return Outcome(config={}, metrics=metrics, text="\n".join([*head, *rows]) + total)
 
@@ -301,8 +307,14 @@ def summary(trials: Sequence[Trial], folders: Folders) -> str:
 
 
 def counted(progress: Progress) -> Mapping[str, Any]:
-    return {"done": progress.done, "skipped": progress.skipped, "failed": progress.failed}
+    return {"done": progress.done, "skipped": progress.skipped}
 
 
-def failures(progress: Progress) -> str:
-    return "".join(f"\nFailed: {name}: {words}" for name, words in progress.failed.items())
+def refuse_failures(failed: Mapping[str, str]) -> None:
+    if failed:
+        name, words = next(iter(failed.items()))
+        others = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
+        raise UserError(
+            f"{name}{others} failed ({words}). The records of the others are kept, and the same command tries what "
+            "failed again."
+        )

@@ -99,15 +99,16 @@ def pretrain(
         monitor=replace(config.monitor, knn=knn),
         data=replace(config.data, workers=workers),
     )
-    check_and_introduce(config, out, size=size, chosen=alpha_min is None, dry_run=dry_run)
+    check_and_introduce(config, out, size=size, sized=model is None, chosen=alpha_min is None, dry_run=dry_run)
     found = _run(config, out, dry_run=dry_run, brief=not verbose)
     return found if dry_run else with_verdict(found, out)
 
 
-def check_and_introduce(config: Config, out: Path, *, size: int, chosen: bool, dry_run: bool) -> None:
+def check_and_introduce(config: Config, out: Path, *, size: int, sized: bool, chosen: bool, dry_run: bool) -> None:
     """What is about to happen and why, in a few lines on the standard error stream; mistakes are told before them.
 
-    chosen: alpha_min was chosen here. A run that is going on, or finished, was introduced when it began.
+    sized and chosen: the model and alpha_min were chosen here. A run that is going on, or finished, was introduced when
+    it began.
     """
     from anechoic.runtime.distributed import under_launcher
     from anechoic.train.build import check
@@ -116,12 +117,13 @@ def check_and_introduce(config: Config, out: Path, *, size: int, chosen: bool, d
     if under_launcher() or (out / "config.json").exists():
         return
     reason = f"Shortcuts: {alpha_min_reason(config)}" if chosen else ""
-    lines = [reason] if dry_run else [*introduction(config, size=size), reason]
-    print("\n".join(line for line in lines if line), file=sys.stderr, flush=True)
+    lines = [reason] if dry_run else [*introduction(config, size=size, sized=sized), reason]
+    for line in filter(None, lines):
+        print(line, file=sys.stderr, flush=True)
 
 
-def introduction(config: Config, *, size: int) -> list[str]:
-    """What is trained, why this model, and how long it will take."""
+def introduction(config: Config, *, size: int, sized: bool) -> list[str]:
+    """What is trained, why this model, and how long it will take. sized: the model was chosen here."""
     from anechoic.report.tables import duration
     from anechoic.runtime.distributed import accelerators
     from anechoic.train.estimate import seconds_per_image
@@ -131,11 +133,11 @@ def introduction(config: Config, *, size: int) -> list[str]:
     devices = config.devices or max(1, accelerators())
     seconds = seconds_per_image(config) * samples / devices
     options = ", ".join(f"{name} {value}" for name, value in config.model.options.items())
-    machine = f"{devices} accelerators" if accelerators() else "a processor"
+    machine = "a processor" if not accelerators() else "1 accelerator" if devices == 1 else f"{devices} accelerators"
     return [
         f"Pre-training on {config.data.source}: {size:,} images without labels, {held_out:,} of them held out.",
-        f"Model: {config.model.name}{f' ({options})' if options else ''} on images of {config.data.image_size} pixels, "
-        f"a size for {machine} and as many images; --model chooses another.",
+        f"Model: {config.model.name}{f' ({options})' if options else ''} on images of {config.data.image_size} pixels"
+        + (f", a size for {machine} and as many images; --model chooses another." if sized else "."),
         f"Length: {samples:,} samples in {samples // config.optim.batch_size:,} updates of {config.optim.batch_size}, "
         f"about {duration(seconds)} here (timed on a few updates); --epochs changes it.",
     ]

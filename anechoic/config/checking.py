@@ -142,8 +142,19 @@ def _fit(value: Any, hint: Any, where: str) -> Any:
     fits = isinstance(value, (float, int) if plain is float else plain)
     if not fits or (isinstance(value, bool) and plain is not bool):
         names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "none"}
-        raise TypeError(names.get(plain, plain.__name__))
-    return float(value) if plain is float else value
+        wanted = "a group of settings, of which to name one" if is_dataclass(plain) else plain.__name__
+        raise TypeError(names.get(plain, wanted))
+    return _finite(value) if plain is float else value
+
+
+def _finite(value: float) -> float:
+    try:
+        value = float(value)
+    except OverflowError:  # a whole number beyond all floats
+        value = math.inf
+    if not math.isfinite(value):
+        raise TypeError("a finite number")
+    return value
 
 
 def _fit_range(value: Any, metadata: Any) -> Any:

@@ -164,6 +164,8 @@ def update(
         for i in np.setdiff1d(missing, missing[found.ids]):
             name = source.name(int(i))
             bad[mine[i].hex()] = (name, reasons.get(name, "it could not be read"))
+    if not parts:
+        raise UserError(f"None of the {len(mine):,} images can be read; the first is {next(iter(bad.values()))[0]}.")
     ids = np.sort(np.concatenate([part.ids for part in parts]))
     write(folder, ids, parts, [mine[i] for i in ids], {"encoder": encoder.fingerprint, "bad": bad})
     added, removed = len(ids) - len(kept), len(known.keys) - len(kept)

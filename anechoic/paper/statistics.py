@@ -59,21 +59,6 @@ class Records:
         lists = [dig(metrics, key) for metrics in self.metrics(variant).values()]
         return [estimate(values) for values in zip(*[x for x in lists if x is not None], strict=False)]
 
-    def seconds(self) -> float:
-        return sum(record["processor_seconds"] for seeds in self.by_variant.values() for record in seeds.values())
-
-    def commits(self) -> list[str]:
-        return sorted({(r["commit"] or "?")[:12] for seeds in self.by_variant.values() for r in seeds.values()})
-
-    def machines(self) -> list[str]:
-        return sorted(
-            {
-                f"{r['machine']['processor']}, torch {r['machine']['torch']}"
-                for seeds in self.by_variant.values()
-                for r in seeds.values()
-            }
-        )
-
 
 def dig(value: Any, key: str) -> Any:
     """The part of nested JSON at a dotted path; None where there is none."""

@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import json
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -25,7 +24,7 @@ from anechoic.config import Config, from_json, settings, to_json
 from anechoic.errors import UserError
 from anechoic.paper.trial import EvalPlan, Trial, clean, finished, last_seen, trial_from_json
 from anechoic.runtime.children import Children
-from anechoic.runtime.files import read_json, write_json
+from anechoic.runtime.files import make_folder, read_json, write_json
 
 ATTEMPTS = 2
 POLL = 0.2
@@ -129,7 +128,12 @@ def sweep(
     progress = Progress(skipped=[trial.name for trial in trials if finished(trial, folders.record(trial))])
     waiting = [trial for trial in trials if trial.name not in progress.skipped]
     cores = available_cores()[: jobs or None]
-    table = Table(trials, folders, progress, out or sys.stderr, estimates=estimates(trials, folders))
+    table = Table(
+        trials, folders, progress, out or sys.stderr, estimates=estimates(trials, folders), jobs=max(1, len(cores))
+    )
+    if waiting:
+        make_folder(folders.records)
+        make_folder(folders.runs)
     attempts: dict[str, int] = {}
     running: list[Job] = []
     with Children() as children:
@@ -248,18 +252,20 @@ class Table:
         out: TextIO,
         *,
         estimates: dict[str, float],
+        jobs: int,
     ) -> None:
-        self.trials, self.folders, self.progress, self.out, self.estimates = trials, folders, progress, out, estimates
+        self.trials, self.folders, self.progress, self.out = trials, folders, progress, out
+        self.estimates, self.jobs = estimates, jobs
         self.lines = 0
         self.drawn = 0.0
         self.began = time.perf_counter()
 
-    def left(self, running: Sequence[Job]) -> float:
-        """Seconds of one core that are still to come."""
+    def left(self) -> str:
+        """How long what is still to come will take."""
         over = {*self.progress.done, *self.progress.skipped}
-        return sum(
-            self.estimates[trial.name] * (1 - self.share(trial)) for trial in self.trials if trial.name not in over
-        )
+        to_come = [trial for trial in self.trials if trial.name not in over]
+        seconds = sum(self.estimates[trial.name] * (1 - self.share(trial)) for trial in to_come)
+        return duration(seconds / max(1, min(self.jobs, len(to_come))))
 
     def share(self, trial: Trial) -> float:
         samples = trial.config.optim.samples
@@ -270,8 +276,7 @@ class Table:
             return
         state = f"failed: {self.progress.failed[name]}" if name in self.progress.failed else "done"
         over = len(self.progress.done) + len(self.progress.skipped)
-        left = duration(self.left([]) / max(1, len(available_cores())))
-        print(f"{over} of {len(self.trials)}  {name} {state}; about {left} left", file=self.out, flush=True)
+        print(f"{over} of {len(self.trials)}  {name} {state}; about {self.left()} left", file=self.out, flush=True)
 
     def tell(self, running: Sequence[Job], now: float) -> None:
         """Now and then a line of what runs, where nothing can be drawn over."""
@@ -280,8 +285,7 @@ class Table:
         self.drawn = now
         over = len(self.progress.done) + len(self.progress.skipped)
         parts = ", ".join(f"{job.trial.name} {100 * self.share(job.trial):.0f} %" for job in running)
-        left = duration(self.left(running) / len(running))
-        print(f"{over} of {len(self.trials)}  running {parts}; about {left} left", file=self.out, flush=True)
+        print(f"{over} of {len(self.trials)}  running {parts}; about {self.left()} left", file=self.out, flush=True)
 
     def draw(self, running: Sequence[Job], *, last: bool = False) -> None:
         now = time.perf_counter()
@@ -297,15 +301,8 @@ class Table:
             for job in running
         ]
         over, failed = len(self.progress.done) + len(self.progress.skipped), len(self.progress.failed)
-        left = self.left(running) / max(1, len(running) or 1)
-        lines.append(f"{over} of {len(self.trials)} trials done, {failed} failed, about {duration(left)} left")
+        lines.append(f"{over} of {len(self.trials)} trials done, {failed} failed, about {self.left()} left")
         back = f"\x1b[{self.lines}F" if self.lines else ""
         self.out.write(back + "".join(f"\x1b[2K{line}\n" for line in lines) + "\x1b[0J")
         self.out.flush()
         self.lines = len(lines)
-
-
-def records(folder: Path) -> Iterator[dict[str, Any]]:
-    """Every record below a folder, in the order of their names."""
-    for path in sorted(folder.rglob("*.json")):
-        yield json.loads(path.read_text())

@@ -1,6 +1,6 @@
 """The search for a setting in which decayed shortcuts pay: every pair that was run in one table, and what it cost.
 
-Numbers come from reading.py, as on the other pages; a line here repeats what its own page shows in full.
+Numbers come from statistics.py, as on the other pages; a line here repeats what its own page shows in full.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def write_tally(grids: Sequence[Grid], results: Path, out: Path) -> Path:
     lines = [
         "# The search for a setting that profits",
         "",
-        "Every masked autoencoder with skips and decayed shortcuts trained here, beside its residual baseline: "
+        "Every masked autoencoder of the map with skips and decayed shortcuts, beside its residual baseline: "
         "the same skips, budget, data and seed. Points of accuracy of the last block, then the block behind which the "
         "decayed network is furthest ahead. ± is half of a 95 % interval over seeds; a line with one seed has none. "
         "Minutes are those of both sides on one core.",

@@ -50,7 +50,9 @@ def headline(metrics: dict[str, Any]) -> dict[str, float]:
 def compare(record: dict[str, Any], again: dict[str, Any]) -> Comparison:
     first, second = dict(numbers(record["metrics"])), dict(numbers(again["metrics"]))
     before, after = headline(record["metrics"]), headline(again["metrics"])
-    largest = max((abs(value - after.get(key, math.inf)) for key, value in before.items()), default=0.0)
+    # A record of an earlier version may lack what is measured now, but has no gap where there is a number now.
+    shared = before.keys() | (after.keys() & record["metrics"].keys())
+    largest = max((abs(before.get(key, math.inf) - after.get(key, -math.inf)) for key in shared), default=0.0)
     if record["metrics"]["diverged"] != again["metrics"]["diverged"]:
         largest = math.inf
     identical = first == second

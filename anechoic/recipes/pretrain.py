@@ -5,6 +5,8 @@ Rules of thumb, each a function of the data's size, the images' size and the mac
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any, Literal
 
 from anechoic.config import (
@@ -35,9 +37,8 @@ SIZES: tuple[tuple[int, str, dict[str, int]], ...] = (
     (0, "tiny", {"decoder_dim": 192, "decoder_depth": 6, "decoder_num_heads": 3}),
 )
 POCKET = {"dim": 96, "depth": 8, "num_heads": 3, "decoder_dim": 96, "decoder_depth": 2, "decoder_num_heads": 3}
-# Peak rates of the pocket size per 128 samples of the batch.
-POCKET_LR: dict[Algorithm, float] = {"adamw": 1e-3, "muon": 4e-3}
-# Of larger models AdamW's is the paper's, and Muon's has the same ratio to it as at the pocket size.
+# Peak rates of larger models per 256 samples of the batch: AdamW's is the paper's, and Muon's has the same ratio to it
+# as in long runs of the pocket size.
 BASE_LR: dict[Algorithm, float] = {"adamw": 1.5e-4, "muon": 6e-4}
 
 
@@ -83,20 +84,23 @@ def pretrain_config(
     devices: int | None = None,
 ) -> Config:
     """A masked autoencoder for `size` images whose shorter side is about `side` pixels; None is chosen here."""
-    image_size = image_size or choose_image_size(side, accelerators=accelerators)
+    if image_size is None:
+        image_size = choose_image_size(side, accelerators=accelerators)
     trained_on = size - default_holdout(size)
-    batch_size = batch_size or choose_batch(trained_on, accelerators=accelerators)
+    if batch_size is None:
+        batch_size = choose_batch(trained_on, accelerators=accelerators)
     if epochs is None:
         epochs = float(ACCELERATOR_EPOCHS if accelerators else max(1, min(800, PROCESSOR_SAMPLES // max(1, size))))
     algorithm = algorithm or ("adamw" if accelerators else "muon")
-    if lr is None and not accelerators:
-        lr = POCKET_LR[algorithm] * batch_size / 128
     optim = OptimConfig(algorithm, batch_size=batch_size, epochs=epochs, lr=lr, base_lr=BASE_LR[algorithm])
+    samples = budget(optim, max(batch_size, trained_on))
+    if lr is None and model is None and not accelerators:
+        optim = replace(optim, lr=choose_pocket_lr(algorithm, batch_size=batch_size, samples=samples))
     chosen_model = (
         ModelConfig(model, options or {}) if model else choose_model(size, image_size, accelerators=accelerators)
     )
     if alpha_min is None:
-        updates = budget(optim, max(batch_size, trained_on)) // batch_size
+        updates = samples // batch_size
         skips = bool((options or {}).get("skips", True))
         alpha_min = choose_alpha_min(updates, image_size=image_size, skips=skips)
     return Config(
@@ -118,6 +122,14 @@ def choose_model(size: int, image_size: int, *, accelerators: int) -> ModelConfi
         name, decoder = "tiny", POCKET
     options: dict[str, Any] = {**decoder, "patch_size": 2} if patch == 2 else dict(decoder)
     return ModelConfig(f"mae_{name}_patch{max(4, patch)}", options)
+
+
+def choose_pocket_lr(algorithm: Algorithm, *, batch_size: int, samples: int) -> float:
+    """Muon's best rate by held-out loss (docs/when-does-it-pay.md) is the same for batches of 64 and 128 and falls with
+    the length of the run: 8e-3 for 17,000 to 96,000 samples, 4e-3 for 512,000."""
+    if algorithm == "adamw":
+        return 1e-3 * batch_size / 128
+    return float(f"{8e-3 * min(1.0, math.sqrt(100_000 / samples)):.2g}")
 
 
 def choose_alpha_min(updates: int, *, image_size: int, skips: bool) -> float | Literal["auto"]:

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from anechoic.errors import UserError
 from anechoic.runtime.untrusted import open_regular, parse_json, read_text
 
 # What is being written, and what is being deleted. Only a killed process leaves such names behind.
@@ -69,6 +70,14 @@ def reserve(descriptor: int, size: int) -> None:
         return
     for start in range(0, size, 1 << 20):
         os.write(descriptor, bytes(min(1 << 20, size - start)))
+
+
+def make_folder(path: Path) -> None:
+    """With its parents; one that cannot be made is refused in a sentence."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise UserError(f"The folder {path} cannot be made ({problem.strerror}): choose another.") from problem
 
 
 def write_json(path: Path, value: Any) -> None:
