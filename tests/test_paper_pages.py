@@ -351,6 +351,14 @@ def test_the_list_counts_records_and_minutes(tmp_path):
 
 
 @pytest.mark.usefixtures("unrendered")
+def test_the_pages_of_the_documentation_are_those_of_the_records(tmp_path):
+    root = Path(__file__).parents[1]
+    anechoic.reproduce("all", results=root / "results" / "evidence", report=tmp_path)
+    written = {path.name: path.read_text() for path in tmp_path.glob("*.md")}
+    assert written == {path.name: path.read_text() for path in (root / "docs" / "evidence").glob("*.md")}
+
+
+@pytest.mark.usefixtures("unrendered")
 def test_all_pages_are_those_with_records(tmp_path):
     fill(tmp_path / "results", pocket.TABLE1)
     report = anechoic.reproduce("all", results=tmp_path / "results", report=tmp_path / "out")

@@ -177,8 +177,8 @@ def compare_samples(run_dir: Path, plan: EvalPlan, *, real: str, seed: int) -> d
         measure_images(made.split(64), extractor, images={}),
     ]
     with warnings.catch_warnings():
-        # The estimate is biased at so few images, equally for every trial of a table; the page says how many.
-        warnings.simplefilter("ignore")
+        # Biased at so few images (docs/protocol.md says how many), equally for every trial of a table.
+        warnings.filterwarnings("ignore", message=".* the Frechet distance is biased upwards")
         found = compare(*sides, seed=0)
     return {"frechet": found[extractor.receipt()["metric"]], **{name: found[name] for name in ("precision", "recall")}}
 
