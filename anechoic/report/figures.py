@@ -309,7 +309,7 @@ def draw_estimates(
     log: bool = False,
 ) -> list[Path]:
     """panel -> line -> (x, mean, half-width of its interval). Words as x are listed; numbers span an axis (log: by
-    factors)."""
+    factors, with a mark for each that was measured)."""
     words = [
         x for lines in curves.values() for points in lines.values() for x, _, _ in points[:1] if isinstance(x, str)
     ]
@@ -333,6 +333,10 @@ def draw_estimates(
                 axis.axvline(0, color="black", linewidth=0.5)
         else:
             axis.set(xlabel=xlabel, ylabel=ylabel if column == 0 else "", xscale="log" if log else "linear")
+            if log:
+                measured = sorted({x for points in lines.values() for x, _, _ in points})
+                axis.set_xticks(measured, labels=[f"{x:,.0f}" for x in measured])
+                axis.minorticks_off()
             low, high = axis.get_ylim()
             if low < 0 < high:
                 axis.axhline(0, color="black", linewidth=0.5)
