@@ -152,6 +152,16 @@ PROBE = replace(
     first_seed=20,
 )
 
+# The first six pairs at this length suggest another, the one of drawings: k-NN of the whitened mean token. Named before
+# seeds from 30 on were run.
+WHITENED = replace(
+    PROBE,
+    name="natural-whitened",
+    title="Photographs: k-NN of the whitened mean token after 512,000 samples, on fresh seeds",
+    group="natural-whitened",
+    first_seed=30,
+)
+
 # ---- a folder of photographs, as `pretrain` trains it
 
 FOLDER, FOLDER_SAMPLES = "imagenette/train", 16_640  # twenty epochs
@@ -196,7 +206,8 @@ FOLDER_SEARCH = Grid(
 GROUPS: dict[str, Callable[[], dict[str, Variant]]] = {
     "natural": natural_variants,
     "natural-probe": probe_variants,
+    "natural-whitened": probe_variants,
     "natural-rates": rate_variants,
     "folder-rates": folder_variants,
 }
-GRIDS = {grid.name: grid for grid in (NATURAL, PROBE, LENGTH, SEARCH, FOLDER_SEARCH)}
+GRIDS = {grid.name: grid for grid in (NATURAL, PROBE, WHITENED, LENGTH, SEARCH, FOLDER_SEARCH)}
