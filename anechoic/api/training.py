@@ -69,7 +69,7 @@ def pretrain(
         epochs: passes over the data.
         batch_size: samples per update.
         algorithm: adamw or muon, which learns faster at the size for processors; default muon there, else adamw.
-        lr: peak learning rate; default by algorithm and batch.
+        lr: peak learning rate; default by algorithm, length and batch.
         alpha_min: 1 for plain residual connections, auto for the decay that fits the depth; default by the length.
         init_from: a run or model directory to start from.
         knn: training samples that vote in a k-NN test on held-out ones, if there are labels; 0 makes none.

@@ -136,7 +136,7 @@ def correlation(pairs: Sequence[tuple[float, float]]) -> str:
 def over_time(records: Records, variant: str, key: str) -> dict[int, Estimate]:
     """samples seen -> estimate, at every checkpoint that all seeds have"""
     tables = [
-        {row["seen"]: row[key] for row in metrics["over_time"]}
+        {row["seen"]: dig(row, key) for row in metrics["over_time"]}
         for metrics in records.metrics(variant).values()
         if "over_time" in metrics
     ]
@@ -382,7 +382,7 @@ def anatomy_body(grid: Grid, records: Records, out: Path) -> list[str]:
         "writer_rank": "effective rank of the matrix that writes a branch",
         "output_rank": "effective rank of what a branch writes",
     }
-    over_time: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
+    curves: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
     lines = [*measured_table(grid, records), ""]
     for key, title in names.items():
         found = [(row, records.curve(row.variant, key)) for row in grid.rows]
@@ -391,13 +391,12 @@ def anatomy_body(grid: Grid, records: Records, out: Path) -> list[str]:
         lines += [line([f"{title}, at the end", *branches]), line(["---"] * (len(branches) + 1))]
         for row, values in found:
             lines.append(line([row.label, *([f"{e.mean:.1f}" for e in values] or ["not run"] * len(branches))]))
-            looks = [metrics["over_time"] for metrics in records.metrics(row.variant).values()]
-            points = [(seen[0]["seen"], estimate(look[key][-1] for look in seen)) for seen in zip(*looks, strict=False)]
-            over_time.setdefault(title.replace("a branch", "the last MLP"), {})[row.label] = [
-                (float(seen), e.mean, e.half or 0.0) for seen, e in points
+            points = over_time(records, row.variant, f"{key}.-1")
+            curves.setdefault(title.replace("a branch", "the last MLP"), {})[row.label] = [
+                (float(seen), e.mean, e.half or 0.0) for seen, e in points.items()
             ]
         lines.append("")
-    figures.draw_estimates(over_time, out / grid.name, xlabel="samples seen")
+    figures.draw_estimates(curves, out / grid.name, xlabel="samples seen")
     return [*lines, f"![{grid.title}]({grid.name}.png)"]
 
 
