@@ -11,7 +11,7 @@ from anechoic.cli import main
 from anechoic.config import differences
 from anechoic.errors import UserError
 from anechoic.paper import catalogue, crossover, full, pocket
-from anechoic.paper.pages import baseline_of
+from anechoic.paper.map_pages import baseline_of
 from anechoic.paper.sweep import Folders, vary
 from anechoic.paper.trial import EvalPlan, is_file
 from anechoic.recipes import recipe

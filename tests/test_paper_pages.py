@@ -9,8 +9,9 @@ import pytest
 import anechoic
 from anechoic.paper import catalogue, crossover, full, hands, natural, pocket
 from anechoic.paper.evaluation import BRANCH_RANKS, COMPONENT_SHARES, packed, unpacked
-from anechoic.paper.pages import onset_words, paired_over_time, write_index, write_page
-from anechoic.paper.statistics import Records, estimate
+from anechoic.paper.map_pages import onset_words
+from anechoic.paper.pages import write_index, write_page
+from anechoic.paper.statistics import Records, estimate, paired_over_time
 from anechoic.paper.tables import difference_table, measured_table, signed
 from anechoic.paper.tally import write_tally
 from anechoic.report import figures
@@ -270,6 +271,35 @@ def test_each_length_is_compared_with_its_own_baseline_and_drawn_over_its_sample
     assert rows["Muon, alpha_min 0.6, 2,048,000 samples"][0] == "not run"
     line = drawn["linear probe, mean token: lead"]["Muon, alpha_min 0.6"]
     assert [(samples, lead) for samples, lead, _ in line] == [(96_000, 1.0), (512_000, 3.0)]
+
+
+def test_a_page_over_length_has_the_seeds_of_other_groups_and_lends_their_spread_to_single_ones(tmp_path, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(figures, "draw_estimates", lambda curves, path, **options: drawn.update(curves))
+    grid = natural.LENGTH
+    leads = {
+        ("natural", "96k"): {10: 1.0, 11: 3.0},
+        ("natural-probe", "96k"): {20: 5.0},
+        ("natural", "512k"): {10: 2.0},
+    }
+    for (group, length), by_seed in leads.items():
+        for seed, lead in by_seed.items():
+            for alpha, value in (("1", 30.0), ("0.6", 30.0 + lead)):
+                metrics = {"diverged": False, **dict.fromkeys(grid.metrics, value)}
+                write_record(tmp_path / group, f"muon-{length}-alpha{alpha}", seed, metrics)
+    text = page(grid, tmp_path, tmp_path / "out")
+    rows = {row[0]: row[1:] for row in tables_of(text)[0]}
+    assert rows["Muon, alpha_min 0.6, 96,000 samples"][0] == "+3.00 ± 4.97, undecided"
+    assert rows["Muon, alpha_min 0.6, 96,000 samples"][-1] == "3"
+    # The spread of the three others is 2, and t with 2 degrees of freedom is 4.303.
+    assert rows["Muon, alpha_min 0.6, 512,000 samples"][0] == "+2.00 ± 8.61, undecided"
+    assert drawn["linear probe, mean token: lead"]["Muon, alpha_min 0.6"][1] == (
+        512_000,
+        2.0,
+        pytest.approx(8.605, abs=1e-3),
+    )
+    assert "the spread of the differences at all lengths together" in text
+    assert "8 records in `results/evidence/natural`, `results/evidence/natural-probe`" in text
 
 
 @pytest.mark.usefixtures("unrendered")

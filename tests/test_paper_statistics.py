@@ -18,6 +18,7 @@ from anechoic.paper.statistics import (
     order_agreement,
     verdict,
 )
+from anechoic.report.estimates import estimates_with_shared_spread
 
 
 def write(folder, variant, seed, *, diverged=False, **metrics):
@@ -52,6 +53,34 @@ def test_an_interval_is_students(n):
     assert found.n == n
     assert found.mean == pytest.approx(values.mean())
     assert (found.mean - found.half, found.mean + found.half) == pytest.approx((low, high))
+
+
+def test_a_spread_shared_by_groups_is_that_of_a_fit_of_their_means():
+    """The interval of a mean in ordinary least squares with one mean for each group, which scipy does not have."""
+    groups = [[1.0, 2.0, 4.0, 4.5], [7.0, 9.0], [20.0]]
+    own, *lent = estimates_with_shared_spread(groups)
+    assert own == estimate(groups[0])
+    design = np.zeros((7, 3))
+    for i, group in enumerate((0, 0, 0, 0, 1, 1, 2)):
+        design[i, group] = 1
+    values = np.concatenate(groups)
+    means, (residual,), *_ = np.linalg.lstsq(design, values, rcond=None)
+    errors = np.sqrt(residual / 4 * np.linalg.inv(design.T @ design).diagonal())
+    for found, mean, error in zip(lent, means[1:], errors[1:], strict=True):
+        assert found.mean == pytest.approx(mean)
+        assert found.half == pytest.approx(stats.t.ppf(0.975, 4) * error)
+
+
+def test_a_spread_that_nobody_has_cannot_be_shared():
+    assert estimates_with_shared_spread([[1.0], [2.0]]) == [Estimate(1.0, None, 1), Estimate(2.0, None, 1)]
+    nothing, one = estimates_with_shared_spread([[], [2.0]])
+    assert (nothing.n, one.half) == (0, None)
+
+
+def test_the_same_trial_in_two_groups_counts_once(tmp_path):
+    records_of(tmp_path / "a", {"alpha1": {0: 10.0, 1: 11.0}})
+    records_of(tmp_path / "b", {"alpha1": {1: 99.0, 2: 12.0}})
+    assert Records(tmp_path / "a", tmp_path / "b").values("alpha1", "knn") == {0: 10.0, 1: 11.0, 2: 12.0}
 
 
 def test_an_interval_of_two_has_a_closed_form():

@@ -50,6 +50,8 @@ class Grid:
     """how its page draws it"""
     baselines: Sequence[str] = ()
     """variants that have no row of their own but that rows are compared with"""
+    others: Sequence[str] = ()
+    """groups with other seeds of the same variants, whose records its page shows too"""
     first_seed: int = 0
     """seeds are counted from here: a claim is made with seeds that no choice has seen"""
     panels: Mapping[str, str] = field(default_factory=lambda: KNN_PANELS)

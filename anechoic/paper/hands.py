@@ -155,6 +155,7 @@ LENGTH = Grid(
     baseline="muon-alpha1",
     kind="lengths",
     baselines=[long_name(1.0, samples) for samples in LONG],
+    others=("hands-class", "hands-whitened"),
     first_seed=FIRST_FRESH_SEED,
 )
 

@@ -131,6 +131,7 @@ LENGTH = Grid(
     baseline=name_of("muon", 1.0),
     kind="lengths",
     baselines=[name_of("muon", 1.0, samples) for samples in LONG],
+    others=("natural-probe",),
     first_seed=FIRST_FRESH_SEED,
 )
 

@@ -12,16 +12,17 @@ from pathlib import Path
 import numpy as np
 
 from anechoic.evals.analysis import pearson
-from anechoic.paper.grids import Grid, Row
+from anechoic.paper.grids import Grid
+from anechoic.paper.map_pages import anatomy_body, axes_body, length_body, lengths_body
 from anechoic.paper.pocket import SHOWN
-from anechoic.paper.statistics import Estimate, Records, crossover, dig, estimate, extrapolate, verdict
+from anechoic.paper.statistics import Estimate, Records, dig, estimate, over_time, verdict
 from anechoic.paper.tables import agreement, difference_table, line, measured_table, signed
 from anechoic.report import figures
 
 
 def write_page(grid: Grid, results: Path, out: Path, *, command: str) -> Path:
     """docs page of one grid: claim, table, what follows, picture, and where the numbers come from."""
-    records = Records(results / grid.group)
+    records = records_of(grid, results)
     out.mkdir(parents=True, exist_ok=True)
     parts = [f"# {grid.title}", ""]
     if grid.claim:
@@ -32,8 +33,12 @@ def write_page(grid: Grid, results: Path, out: Path, *, command: str) -> Path:
     return path
 
 
+def records_of(grid: Grid, results: Path) -> Records:
+    return Records(*(results / group for group in (grid.group, *grid.others)))
+
+
 def has_records(grid: Grid, results: Path) -> bool:
-    records = Records(results / grid.group)
+    records = records_of(grid, results)
     return any(records.count(name) for name in grid.needed())
 
 
@@ -41,7 +46,7 @@ def write_index(grids: Sequence[Grid], results: Path, out: Path, *, tally: bool 
     """The list of all pages with how much of each has been run; tally: there is a page of all pairs too."""
     lines = ["# Evidence", "", INTRODUCTION, "", "| page | trials with a record | processor time |", "|---|---|---|"]
     for grid in grids:
-        records = Records(results / grid.group)
+        records = records_of(grid, results)
         shown = grid.needed()
         count = sum(records.count(name) for name in shown)
         seconds = sum(
@@ -72,15 +77,10 @@ def table_body(grid: Grid, records: Records, out: Path) -> list[str]:
     lines += [f"- {sentence}" for sentence in agreement(grid, records)]
     keys = list(grid.metrics)[:4]
     curves = {
-        grid.metrics[key]: {"here": [spot(row.label, records.mean(row.variant, key)) for row in grid.rows]}
-        for key in keys
+        grid.metrics[key]: {"here": [records.mean(row.variant, key).at(row.label) for row in grid.rows]} for key in keys
     }
     figures.draw_estimates(curves, out / grid.name)
     return [*lines, "", f"![{grid.title}]({grid.name}.png)"]
-
-
-def spot(label: str, found: Estimate) -> tuple[str, float, float]:
-    return label, found.mean, found.half or 0.0
 
 
 # ---- over training, over depth
@@ -92,7 +92,7 @@ def dynamics_body(grid: Grid, records: Records, out: Path) -> list[str]:
         {row.label: over_time(records, row.variant, key) for row in grid.rows} for key in ("entropy_mean", "knn_mean")
     )
     curves = {
-        title: {label: [(float(seen), e.mean, e.half or 0.0) for seen, e in points.items()] for label, points in lines}
+        title: {label: [e.at(float(seen)) for seen, e in points.items()] for label, points in lines}
         for title, lines in (
             ("rank (entropy), mean token", ranks.items()),
             ("k-NN, mean token (%)", accuracies.items()),
@@ -133,24 +133,13 @@ def correlation(pairs: Sequence[tuple[float, float]]) -> str:
     return f"{found.r:+.2f} ({low} to {high})"
 
 
-def over_time(records: Records, variant: str, key: str) -> dict[int, Estimate]:
-    """samples seen -> estimate, at every checkpoint that all seeds have"""
-    tables = [
-        {row["seen"]: dig(row, key) for row in metrics["over_time"]}
-        for metrics in records.metrics(variant).values()
-        if "over_time" in metrics
-    ]
-    common = sorted(set.intersection(*map(set, tables))) if tables else []
-    return {seen: estimate(table[seen] for table in tables) for seen in common}
-
-
 def layers_body(grid: Grid, records: Records, out: Path) -> list[str]:
     """Rank over depth, a panel for each depth."""
     curves: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
     for row in grid.rows:
         panel, _, name = row.label.partition(", ")
         values = records.curve(row.variant, "layers.mean.entropy")
-        curves.setdefault(panel, {})[name] = [(float(i), e.mean, e.half or 0.0) for i, e in enumerate(values)]
+        curves.setdefault(panel, {})[name] = [e.at(float(i)) for i, e in enumerate(values)]
     figures.draw_estimates(curves, out / grid.name, xlabel="block", ylabel="rank (entropy)")
     lines = [*measured_table(grid, records), ""]
     lines += [
@@ -172,10 +161,7 @@ def blocks_body(grid: Grid, records: Records, out: Path) -> list[str]:
     """Accuracy after every block, and what each row is ahead of the baseline at the same block."""
     panels = grid.panels
     curves = {
-        title: {
-            row.label: [(float(i), e.mean, e.half or 0.0) for i, e in enumerate(records.curve(row.variant, key))]
-            for row in grid.rows
-        }
+        title: {row.label: [e.at(float(i)) for i, e in enumerate(records.curve(row.variant, key))] for row in grid.rows}
         for key, title in panels.items()
     }
     figures.draw_estimates(curves, out / grid.name, xlabel="block (0: embedding)")
@@ -221,8 +207,7 @@ def losses_body(grid: Grid, records: Records, out: Path) -> list[str]:
     # Every panel has every arm, if need be without points, so that an arm looks the same in all.
     curves = {
         f"{title}, {length}": {
-            arm: [(math.log2(x), y.mean, y.half or 0.0) for _, x, y in series.get(f"{arm}, {length}", []) if y.n]
-            for arm in arms
+            arm: [y.at(math.log2(x)) for _, x, y in series.get(f"{arm}, {length}", []) if y.n] for arm in arms
         }
         for length in lengths
     }
@@ -239,7 +224,7 @@ def norms_body(grid: Grid, records: Records, out: Path) -> list[str]:
         points = []
         for looks in zip(*tables, strict=False):
             mean = estimate(look["token_norm"][-1] for look in looks)
-            points.append((float(looks[0]["seen"]), mean.mean, mean.half or 0.0))
+            points.append(mean.at(float(looks[0]["seen"])))
         curves.setdefault(panel, {})[name] = points
     figures.draw_estimates(curves, out / grid.name, xlabel="samples seen", ylabel="token norm, last block")
     return [
@@ -251,153 +236,7 @@ def norms_body(grid: Grid, records: Records, out: Path) -> list[str]:
     ]
 
 
-# ---- the map
-
-
-def length_body(grid: Grid, records: Records, out: Path) -> list[str]:
-    """Decayed minus residual at every checkpoint of the long runs: where the sign turns, or where it should."""
-    (residual, decayed) = (grid.rows[0].variant, grid.rows[1].variant)
-    keys = {
-        "knn_mean": "k-NN, mean token",
-        "knn_class": "k-NN, class token",
-        "knn_standardised_mean": "k-NN, mean token standardised",
-        "knn_standardised_class": "k-NN, class token standardised",
-    }
-    curves: dict[str, dict[str, list[tuple[float, float, float]]]] = {"decayed minus residual (points)": {}}
-    rows: dict[int, list[str]] = {}
-    sentences = []
-    for key, title in keys.items():
-        seeds, per_seed, seen = paired_over_time(records, decayed, residual, key)
-        if not seeds:
-            continue
-        found = [estimate(values) for values in zip(*per_seed, strict=True)]
-        curves["decayed minus residual (points)"][title] = [
-            (float(x), e.mean, e.half or 0.0) for x, e in zip(seen, found, strict=True)
-        ]
-        for x, e in zip(seen, found, strict=True):
-            rows.setdefault(x, []).append(f"{signed(e)}, {verdict(e, None)}")
-        sentences.append(f"{title}: {onset_words(seen, per_seed, found)}")
-    lines = [line(["samples seen", *keys.values()]), line(["---"] * (len(keys) + 1))]
-    lines += [line([f"{seen:,}", *cells]) for seen, cells in rows.items()]
-    figures.draw_estimates(curves, out / grid.name, xlabel="samples seen")
-    return [
-        *lines,
-        "",
-        *(f"- {sentence}" for sentence in sentences),
-        "",
-        *measured_table(grid, records),
-        "",
-        *difference_table(grid, records),
-        "",
-        f"![{grid.title}]({grid.name}.png)",
-    ]
-
-
-def paired_over_time(
-    records: Records, ours: str, base: str, key: str
-) -> tuple[list[int], list[list[float]], list[int]]:
-    """(seeds, a list of differences per seed, samples seen) at the checkpoints that all runs have."""
-    a, b = records.metrics(ours), records.metrics(base)
-    seeds = sorted(seed for seed in a.keys() & b.keys() if "over_time" in a[seed] and "over_time" in b[seed])
-    tables = {
-        seed: [{row["seen"]: row[key] for row in metrics[seed]["over_time"]} for metrics in (a, b)] for seed in seeds
-    }
-    common = [set(part) for pair in tables.values() for part in pair]
-    seen = sorted(set.intersection(*common)) if common else []
-    return seeds, [[tables[seed][0][x] - tables[seed][1][x] for x in seen] for seed in seeds], seen
-
-
-def onset_words(seen: Sequence[int], per_seed: Sequence[Sequence[float]], found: Sequence[Estimate]) -> str:
-    if all(e.sign > 0 for e in found):
-        return "decay is ahead at every length measured."
-    if all(e.mean >= 0 for e in found):
-        return "decay is ahead on average at every length measured, but not beyond the spread of seeds everywhere."
-    turned = crossover([float(x) for x in seen], [e.mean for e in found])
-    if turned is not None:
-        return f"the mean difference turns positive at about {turned:,.0f} samples."
-    onset = extrapolate([float(x) for x in seen], per_seed)
-    if onset.slope <= 0 or onset.at is None:
-        return f"no onset in sight: the difference changes by {onset.slope:+.2f} points per doubling of the length."
-    high = f"{onset.high:,.0f}" if onset.high is not None else "never"
-    low = f"{onset.low:,.0f}" if onset.low is not None else "never"
-    return (
-        f"still behind; {onset.slope:+.2f} points per doubling of the length put the onset at about {onset.at:,.0f} "
-        f"samples (95 % of resampled seeds: {low} to {high}), if the line goes on."
-    )
-
-
-def axes_body(grid: Grid, records: Records, out: Path) -> list[str]:
-    """Decayed minus residual, each pair with its own residual baseline."""
-    curves: dict[str, dict[str, list[tuple[str, float, float]]]] = {}
-    for row in grid.rows:
-        for key in compared_keys(grid)[:4]:
-            found = records.difference(row.variant, baseline_of(row), key)
-            points = curves.setdefault(grid.metrics[key], {"difference": []})["difference"]
-            if found.n:
-                points.append(spot(row.label, found))
-    figures.draw_estimates(curves, out / grid.name, zero=True)
-    return pairs_and_figure(grid, records)
-
-
-def lengths_body(grid: Grid, records: Records, out: Path) -> list[str]:
-    """Decayed minus residual over the length that ends each label, of whole trainings with a schedule of their own."""
-    curves: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
-    for row in grid.rows:
-        arm, _, length = row.label.rpartition(", ")
-        samples = float(length.removesuffix(" samples").replace(",", ""))
-        for key in compared_keys(grid)[:4]:
-            found = records.difference(row.variant, baseline_of(row), key)
-            points = curves.setdefault(f"{grid.metrics[key]}: lead", {}).setdefault(arm, [])
-            if found.n:
-                points.append((samples, found.mean, found.half or 0.0))
-    figures.draw_estimates(curves, out / grid.name, xlabel="samples of the training", ylabel="points", log=True)
-    return pairs_and_figure(grid, records)
-
-
-def compared_keys(grid: Grid) -> list[str]:
-    return [key for key in grid.metrics if key != "entropy"]
-
-
-def pairs_and_figure(grid: Grid, records: Records) -> list[str]:
-    """The difference of every row to its own baseline, what was measured, and the figure."""
-    keys = compared_keys(grid)
-    lines = [line(["decayed minus its residual baseline", *(grid.metrics[key] for key in keys), "seeds"])]
-    lines.append(line(["---"] * (len(keys) + 2)))
-    for row in grid.rows:
-        found = [records.difference(row.variant, baseline_of(row), key) for key in keys]
-        cells = (f"{signed(e)}, {verdict(e, None)}" if e.n else "not run" for e in found)
-        lines.append(line([row.label, *cells, str(found[0].n)]))
-    return [*lines, "", *measured_table(grid, records), "", f"![{grid.title}]({grid.name}.png)"]
-
-
-def baseline_of(row: Row) -> str:
-    """The residual variant that differs from the row's in alpha alone."""
-    name = row.variant.rpartition("-")[0]
-    return f"{name}-alpha1"
-
-
-def anatomy_body(grid: Grid, records: Records, out: Path) -> list[str]:
-    """What was measured at the end, then ranks of every branch at the end and of the last one over training."""
-    names = {
-        "writer_rank": "effective rank of the matrix that writes a branch",
-        "output_rank": "effective rank of what a branch writes",
-    }
-    curves: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
-    lines = [*measured_table(grid, records), ""]
-    for key, title in names.items():
-        found = [(row, records.curve(row.variant, key)) for row in grid.rows]
-        depth = max(len(values) for _, values in found) // 2
-        branches = [f"{kind} {block + 1}" for block in range(depth) for kind in ("attention", "MLP")]
-        lines += [line([f"{title}, at the end", *branches]), line(["---"] * (len(branches) + 1))]
-        for row, values in found:
-            lines.append(line([row.label, *([f"{e.mean:.1f}" for e in values] or ["not run"] * len(branches))]))
-            points = over_time(records, row.variant, f"{key}.-1")
-            curves.setdefault(title.replace("a branch", "the last MLP"), {})[row.label] = [
-                (float(seen), e.mean, e.half or 0.0) for seen, e in points.items()
-            ]
-        lines.append("")
-    figures.draw_estimates(curves, out / grid.name, xlabel="samples seen")
-    return [*lines, f"![{grid.title}]({grid.name}.png)"]
+# ---- pictures
 
 
 def pictures_body(grid: Grid, records: Records, out: Path) -> list[str]:
@@ -450,7 +289,8 @@ def provenance(grid: Grid, records: Records, command: str) -> list[str]:
     machines = "; ".join(sorted({f"{r['machine']['processor']}, torch {r['machine']['torch']}" for r in shown}))
     samples = sorted({dig(record, "config.optim.samples") for record in shown})
     length = " and ".join(f"{count:,}" for count in samples)
+    folders = ", ".join(f"`results/evidence/{group}`" for group in (grid.group, *grid.others))
     return [
-        f"{len(shown)} records in `results/evidence/{grid.group}`, {length} samples each, {minutes:.0f} processor "
+        f"{len(shown)} records in {folders}, {length} samples each, {minutes:.0f} processor "
         f"minutes in all, evaluation included; commit {commits}; {machines}. `{command}` runs what is missing."
     ]

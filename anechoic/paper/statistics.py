@@ -19,13 +19,16 @@ from anechoic.report.estimates import Estimate, estimate
 
 
 class Records:
-    """The records of one group by variant and seed."""
+    """The records of one group, or of several of the same variants, by variant and seed.
 
-    def __init__(self, folder: Path) -> None:
+    The same trial in two groups counts once, as the first has it.
+    """
+
+    def __init__(self, *folders: Path) -> None:
         self.by_variant: dict[str, dict[int, dict[str, Any]]] = {}
-        for path in sorted(folder.glob("*.json")):
+        for path in (path for folder in folders for path in sorted(folder.glob("*.json"))):
             record = json.loads(path.read_text())
-            self.by_variant.setdefault(record["variant"], {})[record["seed"]] = record
+            self.by_variant.setdefault(record["variant"], {}).setdefault(record["seed"], record)
 
     def metrics(self, variant: str) -> dict[int, dict[str, Any]]:
         """seed -> metrics of the runs that did not diverge"""
@@ -49,10 +52,13 @@ class Records:
     def mean(self, variant: str, key: str) -> Estimate:
         return estimate(self.values(variant, key).values())
 
-    def difference(self, variant: str, baseline: str, key: str) -> Estimate:
-        """Variant minus baseline, paired by seed."""
+    def differences(self, variant: str, baseline: str, key: str) -> list[float]:
+        """Variant minus baseline, for every seed that both have."""
         ours, base = self.values(variant, key), self.values(baseline, key)
-        return estimate(ours[seed] - base[seed] for seed in sorted(ours.keys() & base.keys()))
+        return [ours[seed] - base[seed] for seed in sorted(ours.keys() & base.keys())]
+
+    def difference(self, variant: str, baseline: str, key: str) -> Estimate:
+        return estimate(self.differences(variant, baseline, key))
 
     def curve(self, variant: str, key: str) -> list[Estimate]:
         """One estimate per entry of a list of numbers."""
@@ -70,6 +76,34 @@ def dig(value: Any, key: str) -> Any:
         else:
             return None
     return value
+
+
+# ---- over training
+
+
+def over_time(records: Records, variant: str, key: str) -> dict[int, Estimate]:
+    """samples seen -> estimate, at every checkpoint that all seeds have"""
+    tables = [
+        {row["seen"]: dig(row, key) for row in metrics["over_time"]}
+        for metrics in records.metrics(variant).values()
+        if "over_time" in metrics
+    ]
+    common = sorted(set.intersection(*map(set, tables))) if tables else []
+    return {seen: estimate(table[seen] for table in tables) for seen in common}
+
+
+def paired_over_time(
+    records: Records, ours: str, base: str, key: str
+) -> tuple[list[int], list[list[float]], list[int]]:
+    """(seeds, a list of differences per seed, samples seen) at the checkpoints that all runs have."""
+    a, b = records.metrics(ours), records.metrics(base)
+    seeds = sorted(seed for seed in a.keys() & b.keys() if "over_time" in a[seed] and "over_time" in b[seed])
+    tables = {
+        seed: [{row["seen"]: row[key] for row in metrics[seed]["over_time"]} for metrics in (a, b)] for seed in seeds
+    }
+    common = [set(part) for pair in tables.values() for part in pair]
+    seen = sorted(set.intersection(*common)) if common else []
+    return seeds, [[tables[seed][0][x] - tables[seed][1][x] for x in seen] for seed in seeds], seen
 
 
 # ---- agreement with the paper

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from anechoic.paper.grids import Grid
-from anechoic.paper.pages import baseline_of
+from anechoic.paper.map_pages import baseline_of
 from anechoic.paper.statistics import Estimate, Records
 from anechoic.paper.tables import line, signed
+from anechoic.report.estimates import ENOUGH
 
 SEARCHED = ("table2", "table3b", "long-blocks", "early", "search", "axes", "remedies")
 MEASURES = {
@@ -21,7 +22,6 @@ MEASURES = {
     "probe_mean": "probe, mean",
     "probe_class": "probe, class",
 }
-ENOUGH = 3  # seeds that make a lead worth calling one
 # Rows of these grids that change something else than the decay of shortcuts.
 OTHERS = ("branch", "both")
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
+
+X = TypeVar("X", float, str)
+# So many seeds tell their own spread.
+ENOUGH = 3
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,10 @@ class Estimate:
             return 0
         return 1 if self.mean > 0 else -1
 
+    def at(self, x: X) -> tuple[X, float, float]:
+        """A point of a figure: where, the mean, half of its bar."""
+        return x, self.mean, self.half or 0.0
+
 
 def estimate(values: Iterable[float]) -> Estimate:
     from scipy.stats import t
@@ -37,3 +46,23 @@ def estimate(values: Iterable[float]) -> Estimate:
         return Estimate(numbers[0] if numbers else math.nan, None, n)
     half = float(t.ppf(0.975, n - 1)) * float(np.std(numbers, ddof=1)) / math.sqrt(n)
     return Estimate(float(np.mean(numbers)), half, n)
+
+
+def estimates_with_shared_spread(groups: Sequence[Sequence[float]]) -> list[Estimate]:
+    """One estimate for each group; a group too small for a spread of its own has that of all groups together.
+
+    The spread of all is the root of the squared deviations from each group's own mean over the sum of n - 1, and t has
+    as many degrees of freedom: what is assumed is that seeds differ as much in a small group as in the others.
+    """
+    from scipy.stats import t
+
+    freedom = sum(len(group) - 1 for group in groups if group)
+    deviations = sum(float(np.var(group)) * len(group) for group in groups if group)
+
+    def one(group: Sequence[float]) -> Estimate:
+        if len(group) >= ENOUGH or not group or not freedom:
+            return estimate(group)
+        half = float(t.ppf(0.975, freedom)) * math.sqrt(deviations / freedom / len(group))
+        return Estimate(float(np.mean(group)), half, len(group))
+
+    return [one(group) for group in groups]
