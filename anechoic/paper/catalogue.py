@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from anechoic.errors import UserError, nearest_name
-from anechoic.paper import anatomy, crossover, full, hands, natural, pocket
+from anechoic.paper import anatomy, crossover, full, hands, natural, pocket, settings
 from anechoic.paper.grids import Grid, Variant
 
 # Scale -> the modules whose GRIDS and GROUPS it has.
-SCALES: dict[str, tuple[Any, ...]] = {"pocket": (pocket, crossover, hands, natural, anatomy), "full": (full,)}
+SCALES: dict[str, tuple[Any, ...]] = {
+    "pocket": (pocket, crossover, hands, natural, settings, anatomy),
+    "full": (full,),
+}
 
 
 def choose(what: str, scale: str) -> list[Grid]:

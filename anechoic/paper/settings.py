@@ -1,0 +1,83 @@
+"""Muon's settings by held-out loss: how its best rate goes with width and batch, and what else changes it.
+
+Short trainings of residual autoencoders on photographs, with the seed of the other searches; no label is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from anechoic.config import Config
+from anechoic.paper.grids import Grid, Row, Variant
+from anechoic.paper.pocket import mae
+from anechoic.paper.trial import EvalPlan
+
+SAMPLES = 32_000
+RATES = (2e-3, 4e-3, 8e-3, 16e-3, 32e-3)
+USUAL = 8e-3
+
+# name -> (in words, settings of the autoencoder)
+SIZES: dict[str, tuple[str, dict[str, Any]]] = {
+    "base": ("width 96, batch 128", {}),
+    "width48": ("width 48, batch 128", {"dim": 48}),
+    "width192": ("width 192, batch 128", {"dim": 192}),
+    "batch32": ("width 96, batch 32", {"batch": 32}),
+    "batch512": ("width 96, batch 512", {"batch": 512}),
+}
+# name -> (in words, settings of the optimiser); all else as in "base" at its usual rate
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "momentum0.9": ("momentum 0.9", {"momentum": 0.9}),
+    "momentum0.98": ("momentum 0.98", {"momentum": 0.98}),
+    "warmup0": ("no warm-up", {"warmup": 0.0}),
+    "warmup0.2": ("20 % warm-up", {"warmup": 0.2}),
+    "decay0": ("no weight decay", {"weight_decay": 0.0}),
+    "decay0.2": ("weight decay 0.2", {"weight_decay": 0.2}),
+}
+
+
+def autoencoder(lr: float, optim: dict[str, Any], **settings: Any) -> Config:
+    config = mae(1.0, samples=SAMPLES, lr=lr, **settings)
+    return replace(config, optim=replace(config.optim, algorithm="muon", **optim))
+
+
+def rate_name(name: str, lr: float) -> str:
+    return f"{name}-lr{lr:g}"
+
+
+def variants() -> dict[str, Variant]:
+    sizes = {
+        rate_name(name, lr): autoencoder(lr, {}, **settings) for name, (_, settings) in SIZES.items() for lr in RATES
+    }
+    others = {name: autoencoder(USUAL, optim) for name, (_, optim) in OTHERS.items()}
+    return {name: Variant(config, EvalPlan()) for name, config in (sizes | others).items()}
+
+
+def label(words: str, lr: float) -> str:
+    return f"{words}, {SAMPLES:,} samples, peak rate {lr:g}"
+
+
+RATE_GRID = Grid(
+    name="muon-rates",
+    title="Muon's best rate over width and batch, by held-out loss",
+    claim="",
+    group="muon-settings",
+    rows=[Row(label(words, lr), rate_name(name, lr)) for name, (words, _) in SIZES.items() for lr in RATES],
+    metrics={"training.-1.held_out_loss": "held-out loss"},
+    baseline=rate_name("base", USUAL),
+    kind="losses",
+)
+
+OTHER_GRID = replace(
+    RATE_GRID,
+    name="muon-others",
+    title="Muon's momentum, warm-up and weight decay, by held-out loss",
+    rows=[
+        Row(label("momentum 0.95, 5 % warm-up, weight decay 0.05", USUAL), RATE_GRID.baseline),
+        *(Row(label(words, USUAL), name) for name, (words, _) in OTHERS.items()),
+    ],
+)
+
+GROUPS: dict[str, Callable[[], dict[str, Variant]]] = {"muon-settings": variants}
+GRIDS = {grid.name: grid for grid in (RATE_GRID, OTHER_GRID)}
