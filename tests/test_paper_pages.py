@@ -265,7 +265,12 @@ def test_each_length_is_compared_with_its_own_baseline_and_drawn_over_its_sample
             f"muon-{length}-alpha0.6": [value + lead, value + 1 + lead],
         }
         with_probes(tmp_path, natural.LENGTH, pairs)
-    rows = {row[0]: row[1:] for row in tables_of(page(natural.LENGTH, tmp_path, tmp_path / "out"))[0]}
+    differences, measured = tables_of(page(natural.LENGTH, tmp_path, tmp_path / "out"))
+    assert [row[:2] for row in measured[2:4]] == [
+        ["Muon, alpha_min 0.6, 96,000 samples", "31.50 ± 6.35"],
+        ["its residual baseline", "30.50 ± 6.35"],
+    ]
+    rows = {row[0]: row[1:] for row in differences}
     assert rows["Muon, alpha_min 0.6, 96,000 samples"][0] == "+1.00 ± 0.00, higher"
     assert rows["Muon, alpha_min 0.6, 512,000 samples"][0] == "+3.00 ± 0.00, higher"
     assert rows["Muon, alpha_min 0.6, 2,048,000 samples"][0] == "not run"

@@ -7,6 +7,7 @@ anechoic.report.figures; nothing is measured here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -132,7 +133,9 @@ def pairs_and_figure(grid: Grid, records: Records, leads: Mapping[str, Sequence[
         found = [of_key[i] for of_key in leads.values()]
         cells = (f"{signed(e)}, {verdict(e, None)}" if e.n else "not run" for e in found)
         lines.append(line([row.label, *cells, str(found[0].n)]))
-    return [*lines, "", *measured_table(grid, records), "", f"![{grid.title}]({grid.name}.png)"]
+    rows = [shown for row in grid.rows for shown in (row, Row("its residual baseline", baseline_of(row)))]
+    measured = measured_table(replace(grid, rows=rows), records)
+    return [*lines, "", *measured, "", f"![{grid.title}]({grid.name}.png)"]
 
 
 def baseline_of(row: Row) -> str:
