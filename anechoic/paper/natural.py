@@ -83,6 +83,8 @@ BEST: dict[tuple[Algorithm, int], float] = {
     ("muon", LONG[1]): 2e-3,
 }
 ALPHAS = (1.0, 0.9, 0.8, 0.6)
+# Residual, after the longest training, at twice the rate: a lead of decay may be the rate's.
+OTHER_RATE = f"muon-{LONG[1] // 1000}k-lr0.004-alpha1"
 
 
 def name_of(algorithm: Algorithm, alpha: float, samples: int = SAMPLES) -> str:
@@ -100,7 +102,7 @@ def natural_variants() -> dict[str, Variant]:
             photographs(alpha, algorithm=algorithm, lr=BEST[algorithm, samples], samples=samples), EVALUATION
         )
         for algorithm, alpha, samples in arms
-    }
+    } | {OTHER_RATE: Variant(photographs(1.0, lr=2 * BEST["muon", LONG[1]], samples=LONG[1]), EVALUATION)}
 
 
 NATURAL = Grid(
@@ -133,6 +135,23 @@ LENGTH = Grid(
     kind="lengths",
     baselines=[name_of("muon", 1.0, samples) for samples in LONG],
     others=("natural-probe", "natural-whitened"),
+    first_seed=FIRST_FRESH_SEED,
+)
+
+LONGEST = Grid(
+    name="natural-longest",
+    title="Photographs: is the lead after 2,048,000 samples the rate's?",
+    claim="",
+    group="natural",
+    rows=[
+        Row("Muon, alpha_min 1, peak rate 0.002", name_of("muon", 1.0, LONG[1])),
+        Row("Muon, alpha_min 1, peak rate 0.004", OTHER_RATE),
+        Row("Muon, alpha_min 0.6, peak rate 0.002", name_of("muon", 0.6, LONG[1])),
+    ],
+    metrics={key: words for key, words in MEASURES.items() if key != "entropy"},
+    baseline=name_of("muon", 1.0, LONG[1]),
+    kind="table",
+    others=("natural-whitened",),
     first_seed=FIRST_FRESH_SEED,
 )
 
@@ -214,4 +233,4 @@ GROUPS: dict[str, Callable[[], dict[str, Variant]]] = {
     "natural-rates": rate_variants,
     "folder-rates": folder_variants,
 }
-GRIDS = {grid.name: grid for grid in (NATURAL, PROBE, WHITENED, LENGTH, SEARCH, FOLDER_SEARCH)}
+GRIDS = {grid.name: grid for grid in (NATURAL, PROBE, WHITENED, LENGTH, LONGEST, SEARCH, FOLDER_SEARCH)}
