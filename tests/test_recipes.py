@@ -117,9 +117,14 @@ def test_the_optimiser_goes_by_the_machine():
 
 def test_alpha_min_goes_by_the_budget():
     usual = {"image_size": 64, "skips": True}
-    assert [choose_alpha_min(updates, **usual) for updates in (1, 49_999, 50_000)] == [1.0, 1.0, "auto"]
-    assert choose_alpha_min(100_000, image_size=8, skips=True) == 1.0
-    assert choose_alpha_min(100_000, image_size=64, skips=False) == 1.0
+    adamw = [choose_alpha_min(updates, algorithm="adamw", **usual) for updates in (1, 49_999, 50_000)]
+    assert adamw == [1.0, 1.0, "auto"]
+    muon = [choose_alpha_min(updates, algorithm="muon", **usual) for updates in (1, 15_999, 16_000)]
+    assert muon == [1.0, 1.0, 0.6]
+    for algorithm in ("adamw", "muon"):
+        assert choose_alpha_min(100_000, algorithm=algorithm, image_size=8, skips=True) == 1.0
+        assert choose_alpha_min(100_000, algorithm=algorithm, image_size=64, skips=False) == 1.0
+    assert pretrain_config("x", size=50_000, side=32, accelerators=0, epochs=50).shortcut.alpha_min == 0.6
     short = pretrain_config("x", size=50_000, side=32, accelerators=0, epochs=10)
     long = pretrain_config("x", size=1_281_167, side=400, accelerators=8)
     assert (short.shortcut.alpha_min, long.shortcut.alpha_min) == (1.0, "auto")
@@ -214,7 +219,7 @@ def test_pretrain_and_load(capsys, tmp_path):
     code, text, err = run(capsys, *command)
     assert code == 0
     assert "is trained" in text
-    assert "alpha_min 1, plain residual connections: shortcuts decay only in runs of 50,000 updates" in err
+    assert "alpha_min 1, plain residual connections: shortcuts decay only in runs of 16,000 updates" in err
     assert anechoic.load(tmp_path).config.depth == 2
     code, text, _ = run(capsys, *command, "--json")
     again = json.loads(text)

@@ -160,15 +160,16 @@ def with_verdict(trained: Outcome, out: Path) -> Outcome:
 
 def alpha_min_reason(config: Config) -> str:
     """One line: which alpha_min was chosen and by what, and what to say for the other."""
-    from anechoic.recipes.pretrain import CROSSOVER_UPDATES, SMALLEST_SIDE_TO_DECAY
+    from anechoic.recipes.pretrain import CROSSOVER_UPDATES, LONG_ALPHA_MIN, SMALLEST_SIDE_TO_DECAY
 
+    long, alpha_min = CROSSOVER_UPDATES[config.optim.algorithm], LONG_ALPHA_MIN[config.optim.algorithm]
     if config.shortcut.alpha_min == 1:
         return (
-            f"alpha_min 1, plain residual connections: shortcuts decay only in runs of {CROSSOVER_UPDATES:,} updates "
-            f"and more, on images of {SMALLEST_SIDE_TO_DECAY} pixels and more, with skips to the decoder; or with "
-            "--alpha-min auto."
+            f"alpha_min 1, plain residual connections: shortcuts decay only in runs of {long:,} updates and more, on "
+            f"images of {SMALLEST_SIDE_TO_DECAY} pixels and more, with skips to the decoder; or with "
+            f"--alpha-min {alpha_min}."
         )
-    return f"alpha_min auto, shortcuts decay with depth: the run has {CROSSOVER_UPDATES:,} updates or more."
+    return f"alpha_min {alpha_min}, shortcuts decay with depth: the run has {long:,} updates or more."
 
 
 def pretrain_config_for(data: str, **choices: Any) -> tuple[Config, int]:

@@ -1,4 +1,4 @@
-"""Means over seeds with 95 % intervals of Student's t. Fewer than two seeds have no interval."""
+"""Means over seeds with 95 % intervals of Student's t. Fewer than two seeds have no interval of their own."""
 
 from __future__ import annotations
 
