@@ -151,7 +151,6 @@ LONGEST = Grid(
     metrics={key: words for key, words in MEASURES.items() if key != "entropy"},
     baseline=name_of("muon", 1.0, LONG[1]),
     kind="table",
-    others=("natural-whitened",),
     first_seed=FIRST_FRESH_SEED,
 )
 

@@ -191,7 +191,7 @@ def early_body(grid: Grid, records: Records, out: Path) -> list[str]:
 
 
 def losses_body(grid: Grid, records: Records, out: Path) -> list[str]:
-    """Numbers whose third decimal matters, over the rate that ends each label; the smallest of a series is bold."""
+    """Numbers whose third decimal matters, over the rate that ends each label; the smallest of each series is bold."""
     key, title = next(iter(grid.metrics.items()))
     series: dict[str, list[tuple[str, float, Estimate]]] = {}
     for row in grid.rows:
@@ -202,8 +202,7 @@ def losses_body(grid: Grid, records: Records, out: Path) -> list[str]:
         least = min((found.mean for _, _, found in points if found.n), default=math.nan)
         for label, _, found in points:
             shown = f"{found.mean:.4f}" if found.n else "not run"
-            is_best = len(points) > 1 and found.mean == least
-            lines.append(line([label, f"**{shown}**" if is_best else shown, str(found.n)]))
+            lines.append(line([label, f"**{shown}**" if found.mean == least else shown, str(found.n)]))
     arms, lengths = (list(dict.fromkeys(name.rpartition(", ")[i] for name in series)) for i in (0, 2))
     # Every panel has every arm, if need be without points, so that an arm looks the same in all.
     curves = {

@@ -1,4 +1,4 @@
-"""Muon's settings by held-out loss: how its best rate goes with width and batch, and what else changes it.
+"""Muon's settings by held-out loss: how its best rate goes with width and batch.
 
 Short trainings of residual autoencoders on photographs, with the seed of the other searches; no label is read.
 """
@@ -26,20 +26,11 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "batch32": ("width 96, batch 32", {"batch": 32}),
     "batch512": ("width 96, batch 512", {"batch": 512}),
 }
-# name -> (in words, settings of the optimiser); all else as in "base" at its usual rate
-OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "momentum0.9": ("momentum 0.9", {"momentum": 0.9}),
-    "momentum0.98": ("momentum 0.98", {"momentum": 0.98}),
-    "warmup0": ("no warm-up", {"warmup": 0.0}),
-    "warmup0.2": ("20 % warm-up", {"warmup": 0.2}),
-    "decay0": ("no weight decay", {"weight_decay": 0.0}),
-    "decay0.2": ("weight decay 0.2", {"weight_decay": 0.2}),
-}
 
 
-def autoencoder(lr: float, optim: dict[str, Any], **settings: Any) -> Config:
+def autoencoder(lr: float, **settings: Any) -> Config:
     config = mae(1.0, samples=SAMPLES, lr=lr, **settings)
-    return replace(config, optim=replace(config.optim, algorithm="muon", **optim))
+    return replace(config, optim=replace(config.optim, algorithm="muon"))
 
 
 def rate_name(name: str, lr: float) -> str:
@@ -47,11 +38,11 @@ def rate_name(name: str, lr: float) -> str:
 
 
 def variants() -> dict[str, Variant]:
-    sizes = {
-        rate_name(name, lr): autoencoder(lr, {}, **settings) for name, (_, settings) in SIZES.items() for lr in RATES
+    return {
+        rate_name(name, lr): Variant(autoencoder(lr, **settings), EvalPlan())
+        for name, (_, settings) in SIZES.items()
+        for lr in RATES
     }
-    others = {name: autoencoder(USUAL, optim) for name, (_, optim) in OTHERS.items()}
-    return {name: Variant(config, EvalPlan()) for name, config in (sizes | others).items()}
 
 
 def label(words: str, lr: float) -> str:
@@ -69,15 +60,5 @@ RATE_GRID = Grid(
     kind="losses",
 )
 
-OTHER_GRID = replace(
-    RATE_GRID,
-    name="muon-others",
-    title="Muon's momentum, warm-up and weight decay, by held-out loss",
-    rows=[
-        Row(label("momentum 0.95, 5 % warm-up, weight decay 0.05", USUAL), RATE_GRID.baseline),
-        *(Row(label(words, USUAL), name) for name, (words, _) in OTHERS.items()),
-    ],
-)
-
 GROUPS: dict[str, Callable[[], dict[str, Variant]]] = {"muon-settings": variants}
-GRIDS = {grid.name: grid for grid in (RATE_GRID, OTHER_GRID)}
+GRIDS = {RATE_GRID.name: RATE_GRID}
