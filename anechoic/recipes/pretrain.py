@@ -22,8 +22,8 @@ from anechoic.config import (
 from anechoic.errors import UserError
 
 # When decayed shortcuts pay (docs/when-does-it-pay.md), in updates. With Muon they are level or behind after 4,000 in
-# the vectors that people use as they are, and ahead in most after 16,000. With AdamW they are behind after 4,000; the paper
-# gained after 98,000; half of that, by the order of magnitude, is where the benefit of the doubt changes sides.
+# the vectors that people use as they are, and ahead in most after 16,000. With AdamW they are behind after 4,000, and
+# the paper gained after 98,000; half of that is, by order of magnitude, where the benefit of the doubt changes sides.
 CROSSOVER_UPDATES: dict[Algorithm, int] = {"adamw": 50_000, "muon": 16_000}
 # With Muon what was measured, which at the paper's depth is also its best; with AdamW the decay that fits the depth.
 LONG_ALPHA_MIN: dict[Algorithm, float | Literal["auto"]] = {"adamw": "auto", "muon": 0.6}
