@@ -103,3 +103,17 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real images: {folder} does not exist; set ANECHOIC_DATA to a folder that holds them")
     return folder
+
+
+@pytest.fixture
+def unrendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are laid out but not rendered, which is what takes the time."""
+    from anechoic.report import figures
+
+    def save(figure: Any, path: Path) -> list[Path]:
+        files = [path.parent / f"{path.name}.{kind}" for kind in ("png", "svg")]
+        for file in files:
+            file.write_text("a picture")
+        return files
+
+    monkeypatch.setattr(figures, "save", save)

@@ -5,125 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from constructed_records import POCKET_GRIDS, SEEDS, fill, page, pictures_of, tables_of, with_probes, write_record
 
 import anechoic
-from anechoic.paper import catalogue, crossover, full, hands, natural, pocket
-from anechoic.paper.evaluation import BRANCH_RANKS, COMPONENT_SHARES, packed, unpacked
-from anechoic.paper.map_pages import onset_words
-from anechoic.paper.pages import write_index, write_page
-from anechoic.paper.statistics import Records, estimate, paired_over_time
+from anechoic.paper import full, hands, pocket
+from anechoic.paper.evaluation import packed, unpacked
+from anechoic.paper.pages import write_index
+from anechoic.paper.statistics import Records, estimate
 from anechoic.paper.tables import difference_table, measured_table, signed
-from anechoic.paper.tally import write_tally
-from anechoic.report import figures
-
-POCKET_GRIDS = {grid.name: grid for grid in catalogue.choose("all", "pocket")}
-
-SEEDS = (0, 1, 2)
-CHECKPOINTS = (1000, 2000, 4000)
-
-
-def fake_metrics(rng):
-    """Everything any page asks for, random."""
-    keys = [f"{kind}_{token}" for kind in ("knn", "knn_standardised") for token in ("mean", "class")]
-    plain = [
-        *natural.MEASURES,
-        *(key for key in hands.MEASURES if "." not in key),
-        "probe",
-        "frechet",
-        "precision",
-        "recall",
-        "accuracy",
-    ]
-    of_layers = ("entropy", "knn", "knn_whitened", "retrieval", "retrieval_whitened", "entropy_centred")
-    images = rng.random((4, 8, 8, 3))
-    return {
-        "diverged": False,
-        **{key: round(float(rng.uniform(20, 80)), 3) for key in plain},
-        "layers": {
-            token: {
-                name: [round(float(x), 3) for x in rng.uniform(1, 5, 5)] for name in (*of_layers, *COMPONENT_SHARES)
-            }
-            for token in ("mean", "class")
-        },
-        "beside": {"flat tokens": {"retrieval_mean": round(float(rng.uniform(20, 80)), 3)}},
-        "probe_layers": {str(layer): float(rng.uniform(20, 80)) for layer in range(5)},
-        "over_time": [
-            {
-                "seen": seen,
-                **{key: float(rng.uniform(20, 80)) for key in [*keys, "entropy_mean", "entropy_class"]},
-                **{name: rng.uniform(1, 9, 8).tolist() for name in BRANCH_RANKS},
-            }
-            for seen in CHECKPOINTS
-        ],
-        **{name: rng.uniform(1, 9, 8).tolist() for name in BRANCH_RANKS},
-        "training": [{"seen": seen, "token_norm": [1.0, 2.0 * seen], "held_out_loss": 0.5} for seen in (0, 1280)],
-        "pictures": {
-            "map": {"points": rng.normal(size=(12, 2)).tolist(), "labels": [0, 1] * 6, "names": ["nought", "one"]},
-            "colours": {"images": packed(images), "colours": packed(rng.random((4, 4, 4, 3)))},
-            "reconstructions": {
-                "images": packed(images),
-                "hidden": packed((rng.random((4, 8, 8)) > 0.5).astype(np.float32)),
-                "predictions": packed(rng.random((4, 8, 8, 3))),
-            },
-        },
-    }
-
-
-def write_record(folder, variant, seed, metrics):
-    record = {
-        "schema": 1,
-        "name": f"{variant}-seed{seed}",
-        "variant": variant,
-        "config": {"optim": {"samples": 96_000}},
-        "seed": seed,
-        "commit": "fedcba9876543210",
-        "machine": {"processor": "abacus", "torch": "2.0"},
-        "metrics": metrics,
-        "seconds": 70.0,
-        "processor_seconds": 60.0,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{variant}-seed{seed}.json").write_text(json.dumps(record))
-
-
-def fill(results, grid, *, names=None, seeds=SEEDS):
-    rng = np.random.default_rng(sum(map(ord, grid.name)))
-    for variant in names if names is not None else grid.needed():
-        for seed in seeds:
-            write_record(results / grid.group, variant, seed, fake_metrics(rng))
-
-
-def page(grid, results, out):
-    return write_page(grid, results, out, command=f"anechoic reproduce {grid.name}").read_text()
-
-
-def tables_of(text):
-    """Lists of rows of equal width: a Markdown table with a trial missing would shift its columns."""
-    tables, current = [], []
-    for line in [*text.splitlines(), ""]:
-        if line.startswith("| "):
-            current.append(line.removeprefix("| ").removesuffix(" |").split(" | "))
-        elif current:
-            tables.append(current)
-            current = []
-    return tables
-
-
-def pictures_of(text):
-    return [line.partition("](")[2].rstrip(")") for line in text.splitlines() if line.startswith("![")]
-
-
-@pytest.fixture
-def unrendered(monkeypatch):
-    """Pictures are laid out but not rendered, which is what takes the time."""
-
-    def save(figure, path):
-        files = [path.parent / f"{path.name}.{kind}" for kind in ("png", "svg")]
-        for file in files:
-            file.write_text("a picture")
-        return files
-
-    monkeypatch.setattr(figures, "save", save)
 
 
 @pytest.mark.usefixtures("unrendered")
@@ -195,14 +84,6 @@ def test_pages_are_the_same_bytes_again(tmp_path):
 # ---- the numbers
 
 
-def with_probes(results, grid, table):
-    """table: variant -> one probe accuracy per seed"""
-    for variant, values in table.items():
-        for seed, value in enumerate(values):
-            write_record(results / grid.group, variant, seed, {"diverged": False, "probe_mean": value})
-    return Records(results / grid.group)
-
-
 def test_the_table_has_means_intervals_and_the_papers_numbers(tmp_path):
     grid = pocket.TABLE2
     values = {"alpha1": [40.0, 42.0, 41.0], "alpha0.6": [44.0, 46.5, 44.5]}
@@ -242,95 +123,6 @@ def test_the_order_of_rows_is_said_beside_the_papers(tmp_path):
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_each_axis_is_compared_with_its_own_baseline(tmp_path):
-    grid = crossover.AXES_GRID
-    base = {"base": 30.0, "depth12": 10.0}
-    for name, value in base.items():
-        with_probes(tmp_path, grid, {f"{name}-alpha1": [value, value + 1], f"{name}-alpha0.6": [value + 3, value + 4]})
-    with_probes(tmp_path, grid, {"depth12-equal": [15.0, 16.0]})
-    rows = {row[0]: row[1:] for row in tables_of(page(grid, tmp_path, tmp_path / "out"))[0]}
-    assert rows["the pocket setting, alpha_min 0.6"][0] == "+3.00 ± 0.00, higher"
-    assert rows["depth 12, alpha_min 0.6"][0] == "+3.00 ± 0.00, higher"
-    assert rows["depth 12, alpha_min for the same effective decay as depth 6"][0] == "+5.00 ± 0.00, higher"
-    assert rows["depth 3, alpha_min 0.6"][0] == "not run"
-
-
-def test_each_length_is_compared_with_its_own_baseline_and_drawn_over_its_samples(tmp_path, monkeypatch):
-    drawn = {}
-    monkeypatch.setattr(figures, "draw_estimates", lambda curves, path, **options: drawn.update(curves))
-    leads = {"96k": (1.0, 30.0), "512k": (3.0, 50.0)}
-    for length, (lead, value) in leads.items():
-        pairs = {
-            f"muon-{length}-alpha1": [value, value + 1],
-            f"muon-{length}-alpha0.6": [value + lead, value + 1 + lead],
-        }
-        with_probes(tmp_path, natural.LENGTH, pairs)
-    differences, measured = tables_of(page(natural.LENGTH, tmp_path, tmp_path / "out"))
-    assert [row[:2] for row in measured[2:4]] == [
-        ["Muon, alpha_min 0.6, 96,000 samples", "31.50 ± 6.35"],
-        ["its residual baseline", "30.50 ± 6.35"],
-    ]
-    rows = {row[0]: row[1:] for row in differences}
-    assert rows["Muon, alpha_min 0.6, 96,000 samples"][0] == "+1.00 ± 0.00, higher"
-    assert rows["Muon, alpha_min 0.6, 512,000 samples"][0] == "+3.00 ± 0.00, higher"
-    assert rows["Muon, alpha_min 0.6, 2,048,000 samples"][0] == "not run"
-    line = drawn["linear probe, mean token: lead"]["Muon, alpha_min 0.6"]
-    assert [(samples, lead) for samples, lead, _ in line] == [(96_000, 1.0), (512_000, 3.0)]
-
-
-def test_a_page_over_length_has_the_seeds_of_other_groups_and_lends_their_spread_to_single_ones(tmp_path, monkeypatch):
-    drawn = {}
-    monkeypatch.setattr(figures, "draw_estimates", lambda curves, path, **options: drawn.update(curves))
-    grid = natural.LENGTH
-    leads = {
-        ("natural", "96k"): {10: 1.0, 11: 3.0},
-        ("natural-probe", "96k"): {20: 5.0},
-        ("natural", "512k"): {10: 2.0},
-    }
-    for (group, length), by_seed in leads.items():
-        for seed, lead in by_seed.items():
-            for alpha, value in (("1", 30.0), ("0.6", 30.0 + lead)):
-                metrics = {"diverged": False, **dict.fromkeys(grid.metrics, value)}
-                write_record(tmp_path / group, f"muon-{length}-alpha{alpha}", seed, metrics)
-    text = page(grid, tmp_path, tmp_path / "out")
-    rows = {row[0]: row[1:] for row in tables_of(text)[0]}
-    assert rows["Muon, alpha_min 0.6, 96,000 samples"][0] == "+3.00 ± 4.97, undecided"
-    assert rows["Muon, alpha_min 0.6, 96,000 samples"][-1] == "3"
-    # The spread of the three others is 2, and t with 2 degrees of freedom is 4.303.
-    assert rows["Muon, alpha_min 0.6, 512,000 samples"][0] == "+2.00 ± 8.61, undecided"
-    assert drawn["linear probe, mean token: lead"]["Muon, alpha_min 0.6"][1] == (
-        512_000,
-        2.0,
-        pytest.approx(8.605, abs=1e-3),
-    )
-    assert "the spread of the differences at all lengths together" in text
-    assert "8 records in `results/evidence/natural`, `results/evidence/natural-probe`" in text
-
-
-@pytest.mark.usefixtures("unrendered")
-def test_resnets_are_compared_at_equal_depth(tmp_path):
-    grid = pocket.FIG7
-    for blocks in pocket.RESNET_BLOCKS:
-        for alpha, accuracy in ((1.0, 10.0 * blocks), (0.6, 10.0 * blocks - blocks)):
-            for seed in (0, 1):
-                metrics = {"diverged": False, "accuracy": accuracy, "layers": {"mean": {"entropy": [1.0, 2.0]}}}
-                write_record(tmp_path / grid.group, f"blocks{blocks}-alpha{alpha:g}", seed, metrics)
-    _, against = tables_of(page(grid, tmp_path, tmp_path / "out"))
-    rows = {row[0]: row[1] for row in against}
-    for blocks in pocket.RESNET_BLOCKS:
-        assert rows[f"{blocks} blocks, alpha_min 0.6"] == f"-{blocks}.00 ± 0.00, lower"
-
-
-# ---- the onset in words
-
-
-def words(differences, *, spread=0.0, lengths=(1000, 2000, 4000)):
-    per_seed = [[d - spread for d in differences], [d + spread for d in differences]]
-    found = [estimate(values) for values in zip(*per_seed, strict=True)]
-    return onset_words(lengths, per_seed, found)
-
-
-@pytest.mark.usefixtures("unrendered")
 def test_the_smallest_loss_of_each_search_is_bold(tmp_path):
     grid = POCKET_GRIDS["hands-search"]
     losses = {}
@@ -345,33 +137,18 @@ def test_the_smallest_loss_of_each_search_is_bold(tmp_path):
     assert text.count("**") == 2 * len(hands.RATES)
 
 
-def test_the_onset_is_told_in_words():
-    assert words([1.0, 2.0, 3.0]) == "decay is ahead at every length measured."
-    assert words([-2.0, -1.0, 1.0]).startswith("the mean difference turns positive at about 2,828 samples")
-    assert words([-3.0, -2.0, -1.0]).startswith(
-        "still behind; +1.00 points per doubling of the length put the onset at"
-    )
-    assert "at about 8,000 samples" in words([-3.0, -2.0, -1.0])
-    assert words([-1.0, -2.0, -3.0]).startswith("no onset in sight: the difference changes by -1.00 points")
-
-
-def test_an_undecided_lead_is_not_called_behind():
-    said = words([0.1, 0.2, 0.3], spread=5.0)
-    assert "behind" not in said
-    assert "ahead on average" in said
-
-
-def test_checkpoints_are_paired_by_seed_and_samples_seen(tmp_path):
-    def over_time(offset, seen):
-        return [{"seen": x, "knn_mean": offset + x / 1000} for x in seen]
-
-    for seed, offset in ((0, 10.0), (1, 60.0)):
-        write_record(tmp_path, "alpha1", seed, {"diverged": False, "over_time": over_time(offset, (1000, 2000, 3000))})
-        write_record(tmp_path, "alpha0.6", seed, {"diverged": False, "over_time": over_time(offset + 2, (1000, 3000))})
-    write_record(tmp_path, "alpha1", 2, {"diverged": False, "over_time": over_time(0, (1000, 3000))})
-    seeds, per_seed, seen = paired_over_time(Records(tmp_path), "alpha0.6", "alpha1", "knn_mean")
-    assert (seeds, seen) == ([0, 1], [1000, 3000])
-    assert np.allclose(per_seed, 2.0)
+@pytest.mark.usefixtures("unrendered")
+def test_resnets_are_compared_at_equal_depth(tmp_path):
+    grid = pocket.FIG7
+    for blocks in pocket.RESNET_BLOCKS:
+        for alpha, accuracy in ((1.0, 10.0 * blocks), (0.6, 10.0 * blocks - blocks)):
+            for seed in (0, 1):
+                metrics = {"diverged": False, "accuracy": accuracy, "layers": {"mean": {"entropy": [1.0, 2.0]}}}
+                write_record(tmp_path / grid.group, f"blocks{blocks}-alpha{alpha:g}", seed, metrics)
+    _, against = tables_of(page(grid, tmp_path, tmp_path / "out"))
+    rows = {row[0]: row[1] for row in against}
+    for blocks in pocket.RESNET_BLOCKS:
+        assert rows[f"{blocks} blocks, alpha_min 0.6"] == f"-{blocks}.00 ± 0.00, lower"
 
 
 # ---- what goes with the pages
@@ -418,46 +195,3 @@ def test_packed_arrays_come_back():
     assert again.shape == values.shape
     assert np.abs(again - values).max() <= 0.5 / 255 + 1e-9
     assert np.array_equal(unpacked(packed(np.array([-1.0, 2.0]))), [0.0, 1.0])
-
-
-# ---- the tally of all pairs
-
-
-def pair_metrics(accuracy):
-    keys = [f"{kind}_{token}" for kind in ("knn", "probe") for token in ("mean", "class")]
-    return {"diverged": False, **dict.fromkeys(keys, accuracy), "layers": {"mean": {"knn": [1.0, 2.0, accuracy]}}}
-
-
-def test_the_tally_has_every_pair_once_and_calls_only_sure_leads_leads(tmp_path):
-    for variant, start, seeds in (
-        ("alpha1", 20.0, 3),
-        ("alpha0.8", 22.0, 3),
-        ("alpha0.7", 18.0, 3),
-        ("alpha0.6", 90.0, 1),
-    ):
-        for seed in range(seeds):
-            write_record(tmp_path / "results" / "mae", variant, seed, pair_metrics(start + seed + 0.1 * seed**2))
-    for variant in ("branch", "both"):
-        write_record(tmp_path / "results" / "mae", variant, 0, pair_metrics(99.0))
-    text = write_tally(
-        [pocket.TABLE2, pocket.TABLE3B, pocket.TABLE4], tmp_path / "results", tmp_path / "out"
-    ).read_text()
-    rows = [row for row in tables_of(text)[0] if row[0].startswith("alpha")]
-    assert [row[:3] for row in rows] == [
-        ["alpha_min 0.8", "[table2](table2.md)", "3"],
-        ["alpha_min 0.7", "[table2](table2.md)", "3"],
-        ["alpha_min 0.6", "[table2](table2.md)", "1"],
-    ]
-    assert rows[0][3] == "+2.00 ± 0.00"
-    assert rows[0][-2:] == ["block 2 of 2: +2.00 ± 0.00", "6"]
-    leads = [line for line in text.splitlines() if line.startswith("- ")]
-    assert len(leads) == 4
-    assert all("alpha_min 0.8" in lead for lead in leads)
-    assert "of 10 comparisons" in text
-    assert "10 networks" in text
-
-
-def test_the_tally_of_nothing_says_so(tmp_path):
-    text = write_tally([pocket.TABLE2], tmp_path / "results", tmp_path / "out").read_text()
-    assert "- none" in text
-    assert "0 networks" in text
