@@ -83,12 +83,17 @@ BEST: dict[tuple[Algorithm, int], float] = {
     ("muon", LONG[1]): 2e-3,
 }
 ALPHAS = (1.0, 0.9, 0.8, 0.6)
-# Residual, after the longest training, at twice the rate: a lead of decay may be the rate's.
-OTHER_RATE = f"muon-{LONG[1] // 1000}k-lr0.004-alpha1"
+# alpha -> rates after the longest training, where a lead of decay may be the rate's
+LONGEST_RATES = {1.0: (1e-3, 2e-3, 4e-3), 0.6: (2e-3, 4e-3)}
 
 
 def name_of(algorithm: Algorithm, alpha: float, samples: int = SAMPLES) -> str:
     return f"{algorithm}-{samples // 1000}k-alpha{alpha:g}"
+
+
+def longest_name(alpha: float, lr: float) -> str:
+    """Those of the usual rate have no rate in their name."""
+    return name_of("muon", alpha, LONG[1]) if lr == BEST["muon", LONG[1]] else rate_name("muon", alpha, LONG[1], lr)
 
 
 def natural_variants() -> dict[str, Variant]:
@@ -102,7 +107,11 @@ def natural_variants() -> dict[str, Variant]:
             photographs(alpha, algorithm=algorithm, lr=BEST[algorithm, samples], samples=samples), EVALUATION
         )
         for algorithm, alpha, samples in arms
-    } | {OTHER_RATE: Variant(photographs(1.0, lr=2 * BEST["muon", LONG[1]], samples=LONG[1]), EVALUATION)}
+    } | {
+        longest_name(alpha, lr): Variant(photographs(alpha, lr=lr, samples=LONG[1]), EVALUATION)
+        for alpha, rates in LONGEST_RATES.items()
+        for lr in rates
+    }
 
 
 NATURAL = Grid(
@@ -144,9 +153,9 @@ LONGEST = Grid(
     claim="",
     group="natural",
     rows=[
-        Row("Muon, alpha_min 1, peak rate 0.002", name_of("muon", 1.0, LONG[1])),
-        Row("Muon, alpha_min 1, peak rate 0.004", OTHER_RATE),
-        Row("Muon, alpha_min 0.6, peak rate 0.002", name_of("muon", 0.6, LONG[1])),
+        Row(f"Muon, alpha_min {alpha:g}, peak rate {lr:g}", longest_name(alpha, lr))
+        for alpha, rates in LONGEST_RATES.items()
+        for lr in rates
     ],
     metrics={key: words for key, words in MEASURES.items() if key != "entropy"},
     baseline=name_of("muon", 1.0, LONG[1]),
