@@ -14,7 +14,7 @@ import anechoic
 from anechoic.data import open_source
 from anechoic.errors import UserError
 from anechoic.evals import evaluator as evaluator_room
-from anechoic.evals.encoders import Encoder, baselines
+from anechoic.evals.encoders import Encoder, baselines, open_encoder
 from anechoic.evals.evaluator import METRICS, EvalSpec, Evaluator, Metric
 from anechoic.evals.knn import knn_accuracy
 from anechoic.evals.labelled import open_labelled
@@ -207,6 +207,18 @@ def test_defaults_of_knn_adapt_to_few_samples(model_dir, brightness):
     found = anechoic.knn(str(model_dir), train=str(brightness), baselines=False)
     assert list(found.metrics["rows"][0]["accuracy"]) == ["10", "20"]
     assert found.metrics["skipped"][0]["name"] == "dark/03.png"
+
+
+@pytest.mark.parametrize("scaling", ["standardised", "whitened"])
+def test_the_vote_of_scaled_features_is_the_metric_of_that_name(model_dir, digits, scaling):
+    parts = {"train": "digits:train", "test": "digits:test"}
+    found = anechoic.knn(str(model_dir), **parts, k=(5, 20), pooling=("mean",), scaling=scaling)
+    spec = EvalSpec((f"knn_{scaling}",), poolings=("mean",), neighbours=(20,))
+    expected = Evaluator(spec, cached=False).run(open_encoder(str(model_dir)), digits).rows[0][f"knn_{scaling}"]
+    rows = {row["encoder"]: row["accuracy"] for row in found.metrics["rows"]}
+    assert rows.pop(model_dir.name)["20"] == expected
+    assert set(rows) == {"untrained", "constant"} | ({"raw pixels"} if scaling == "standardised" else set())
+    assert f"top-1 of {scaling} features" in found.text
 
 
 # ---- threads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -58,6 +59,18 @@ def test_two_hundred_at_twenty_at_a_time_are_what_embed_writes(client, run, pict
     for name, answer in zip(names, answers, strict=True):
         np.testing.assert_allclose(answer.json["vector"], expected[name], rtol=1e-4, atol=1e-5)
     assert answers[0].json["weights"] == str(written["weights"])
+
+
+def test_heic_is_taken_with_its_extra(client, monkeypatch):
+    plugin = pytest.importorskip("pillow_heif", reason="no HEIC here: pip install 'anechoic[heic]'")
+    file = io.BytesIO()
+    plugin.from_bytes("RGB", (16, 16), bytes(range(256)) * 3).save(file)
+    assert client.upload("/embed", file.getvalue()).status == 200
+    damaged = client.upload("/embed", file.getvalue()[:60])
+    assert (damaged.status, "no image that can be read" in damaged.json["detail"]) == (400, True)
+    monkeypatch.setattr("anechoic.data.decoding.HAS_HEIC", False)
+    without = client.upload("/embed", file.getvalue())
+    assert (without.status, "anechoic[heic]" in without.json["detail"]) == (400, True)
 
 
 def test_layer_and_pooling_are_those_asked_for(client, run, pictures, tmp_path):

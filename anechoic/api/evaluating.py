@@ -84,6 +84,7 @@ def knn(
     temperature: float = 0.07,
     layers: Layers = (-1,),
     pooling: tuple[Pooling, ...] = (),
+    scaling: Literal["raw", "standardised", "whitened"] = "raw",
     baselines: bool = True,
     image_size: int | None = None,
     device: str = "auto",
@@ -103,6 +104,8 @@ def knn(
         temperature: a neighbour's vote is exp(similarity / temperature).
         layers: layers to evaluate, or all.
         pooling: class, mean (of patches) or all (tokens); by default each that the model has.
+        scaling: raw, as the protocol has it; standardised, each channel to deviation 1 over the train images; or
+            whitened, all directions (raw pixels have too many of them and are left out).
         baselines: also evaluate the untrained network, raw pixels and a constant.
         image_size: side of the images, if other than the model's own.
         device: cpu, cuda, mps; auto takes an accelerator if there is one.
@@ -115,15 +118,19 @@ def knn(
     encoder = the_encoder(run, model, image_size)
     labelled = open_parts(encoder, train, test, holdout, seed)
     ks = neighbours(k, len(labelled.train or ()))
+    metric = "knn" if scaling == "raw" else f"knn_{scaling}"
     spec = EvalSpec(
-        ("knn",), layers=layers, poolings=pooling, neighbours=ks, temperature=temperature, holdout=holdout, seed=seed
+        (metric,), layers=layers, poolings=pooling, neighbours=ks, temperature=temperature, holdout=holdout, seed=seed
     )
-    found = compared(encoder, labelled, spec, baselines=baselines, device=device)
+    left_out = ("raw pixels",) if scaling == "whitened" else ()
+    found = compared(encoder, labelled, spec, baselines=baselines, left_out=left_out, device=device)
     rows = [
-        {**names_of(row), "accuracy": {str(k): value for k, value in row["knn_by_k"].items()}} for row in found.rows
+        {**names_of(row), "accuracy": {str(k): value for k, value in row[f"{metric}_by_k"].items()}}
+        for row in found.rows
     ]
     cells = [[*names_of(row).values(), *(percent(value) for value in row["accuracy"].values())] for row in rows]
-    text = f"k-NN top-1 in per cent, {sizes(found.counts)}\n"
+    features = "features" if scaling == "raw" else f"{scaling} features"
+    text = f"k-NN top-1 of {features} in per cent, {sizes(found.counts)}\n"
     text += text_table(["encoder", "layer", "pooling", *map(str, ks)], cells)
     own = [max(row["accuracy"].values()) for row in rows if row["encoder"] == encoder.name]
     metrics = {"accuracy": max(own), "rows": rows, **found.counts, "skipped": listed(found.skipped)}
@@ -288,14 +295,24 @@ def open_parts(encoder: Encoder, train: str | None, test: str | None, holdout: f
     return open_labelled(train, test, holdout=holdout, seed=seed, channels=encoder.channels)
 
 
-def compared(encoder: Encoder, labelled: Labelled, spec: EvalSpec, *, baselines: bool, device: str) -> Evaluation:
-    """The encoder as asked for, then the output of each baseline; rows carry the name."""
+def compared(
+    encoder: Encoder,
+    labelled: Labelled,
+    spec: EvalSpec,
+    *,
+    baselines: bool,
+    device: str,
+    left_out: tuple[str, ...] = (),
+) -> Evaluation:
+    """The encoder as asked for, then the output of each baseline but those left out; rows carry the name."""
     from anechoic.evals.encoders import baselines as baselines_of
     from anechoic.evals.evaluator import evaluate_all
 
     others = baselines_of(encoder, seed=spec.seed) if baselines else []
     of_output = [
-        (other, replace(spec, layers=(-1,), poolings=usable_poolings(other, spec.poolings))) for other in others
+        (other, replace(spec, layers=(-1,), poolings=usable_poolings(other, spec.poolings)))
+        for other in others
+        if other.name not in left_out
     ]
     return evaluate_all([(encoder, spec), *of_output], labelled, device=device)
 

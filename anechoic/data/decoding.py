@@ -7,6 +7,8 @@ faster: both use libjpeg-turbo with the same settings and give the same pixels.
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -55,16 +57,11 @@ def decode(data: bytes, *, channels: int = 3, min_side: int | None = None) -> Te
     white. 16-bit values are divided by 257. min_side: H and W may be divided by the largest of 1, 2, 4, 8 that leaves
     the shorter side at least this long (JPEGs are decoded at that scale, others averaged over squares of that side).
     """
-    try:
+    with _faults_are_reasons():
         pixels = _decode_jpeg_fast(data, simplejpeg, min_side) if simplejpeg is not None else None
         if pixels is None:
             pixels = _decode_with_pillow(data, min_side)
         return to_tensor(pixels, channels=channels)
-    except (MemoryError, Undecodable):
-        raise
-    # Pillow's plugins meet damaged files with almost any exception; each becomes a reason to leave the image out.
-    except Exception as error:
-        raise Undecodable(_reason(error)) from error
 
 
 def open_picture(data: bytes) -> Image.Image:
@@ -80,13 +77,25 @@ def open_picture(data: bytes) -> Image.Image:
 
 def decode_labels(data: bytes) -> np.ndarray:
     """A mask as it is stored: one number a pixel (H, W), a palette's numbers rather than its colours."""
+    with _faults_are_reasons(), open_picture(data) as image:
+        _refuse_bomb(image.height, image.width)
+        return np.array(image)
+
+
+def stated_size(data: bytes) -> tuple[int, int]:
+    """(width, height) as the file has it; nothing is decoded."""
+    with _faults_are_reasons(), open_picture(data) as image:
+        return image.size
+
+
+@contextmanager
+def _faults_are_reasons() -> Iterator[None]:
+    """Pillow's plugins meet damaged files with almost any exception; each becomes a reason to leave the image out."""
     try:
-        with open_picture(data) as image:
-            _refuse_bomb(image.height, image.width)
-            return np.array(image)
+        yield
     except (MemoryError, Undecodable):
         raise
-    except Exception as error:  # as above
+    except Exception as error:
         raise Undecodable(_reason(error)) from error
 
 

@@ -302,7 +302,7 @@ def whitened_knn_metric(subject: Subject) -> dict[Key, dict[str, Any]]:
 
 
 def _votes(subject: Subject, name: str, rescale: Callable[[Any, Any], tuple[Any, Any]]) -> dict[Key, dict[str, Any]]:
-    """The vote at the spec's first k after `rescale` of both parts, under this name."""
+    """The vote at the spec's first k after `rescale` of both parts, under this name, and at each k as NAME_by_k."""
     if subject.labels is None:
         return {}
     split, rows = subject.split(), {}
@@ -319,5 +319,5 @@ def _votes(subject: Subject, name: str, rescale: Callable[[Any, Any], tuple[Any,
             ks=ks,
             temperature=subject.spec.temperature,
         )
-        rows[key] = {name: found[ks[0]]} | ({"knn_by_k": found} if name == "knn" else {})
+        rows[key] = {name: found[ks[0]], f"{name}_by_k": found}
     return rows

@@ -5,7 +5,6 @@ Images are bytes, places are numbers: nothing that comes in is ever a path.
 
 from __future__ import annotations
 
-import io
 import threading
 from collections.abc import Sequence
 from functools import cached_property
@@ -14,11 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from anechoic.data import Undecodable, decode, open_source
-from anechoic.data.decoding import FORMATS
+from anechoic.data.decoding import stated_size
 from anechoic.data.loader import min_side_for
 from anechoic.diffusion.generation import Request, generate
 from anechoic.errors import UserError
@@ -71,17 +69,12 @@ class Studio:
         """uint8 (C, H, W); UserError for what is no image or has too many pixels."""
         encoder = self.encoder()
         try:
-            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-                width, height = image.size
+            width, height = stated_size(data)
             if width * height > self.pixels:
                 raise UserError(f"{width} x {height} is too many pixels (up to {self.pixels:,} are read).")
             return decode(data, channels=encoder.channels, min_side=min_side_for(encoder.image_size))
         except Undecodable as problem:
             raise UserError(f"This is no image that can be read: {problem}.") from problem
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as problem:
-            if isinstance(problem, UserError):
-                raise
-            raise UserError("This is no image that can be read.") from problem
 
     def prepared(self, data: bytes) -> Tensor:
         """(1, C, H, W) as the network sees it."""
