@@ -15,6 +15,7 @@ from anechoic.runtime.distributed import (
     from_first,
     join,
     launch,
+    own_device,
     parallel,
     total,
 )
@@ -96,3 +97,14 @@ def test_one_process_needs_no_group():
 def test_devices_must_divide_the_batch(tmp_path):
     with pytest.raises(UserError, match="cannot be shared by 3 devices"):
         fit(tiny_config(devices=3), tmp_path)
+
+
+@pytest.mark.parametrize(("in_sight", "number", "chosen"), [(4, 3, 3), (1, 3, 0)])
+def test_a_process_takes_the_device_of_its_number_or_the_only_one_in_sight(monkeypatch, in_sight, number, chosen):
+    taken = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: in_sight)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "set_device_index", taken.append)
+    assert own_device(number) == torch.device("cuda", chosen)
+    assert taken == [chosen]

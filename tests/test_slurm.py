@@ -84,3 +84,22 @@ def test_mistakes_of_jobs_are_one_sentence(tmp_path: Path, capsys) -> None:
     assert "one node" in capsys.readouterr().err
     assert main(["slurm", "--folder", str(tmp_path / "jobs"), "--", *TRAIN]) == 2
     assert "--cluster local" in capsys.readouterr().err
+
+
+def test_a_task_of_several_keeps_all_devices_of_its_node_in_sight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number on the node chooses among them; of a single one in sight there would be no second."""
+    submitit = pytest.importorskip("submitit", reason="jobs are submitit's")
+    from anechoic.runtime import slurm
+
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    told = {"hostnames": ["here"], "global_rank": 3, "num_tasks": 4, "local_rank": 3, "num_nodes": 1, "node": 0}
+    task = type("Task", (), {**told, "job_id": "1"})()
+    monkeypatch.setattr(submitit.helpers, "JobEnvironment", lambda: task)
+    given: list[dict[str, str]] = []
+    monkeypatch.setattr(slurm.subprocess, "Popen", lambda command, env: given.append(env))
+    monkeypatch.setattr(slurm.Job, "wait", lambda self: 0)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    slurm.Job(("models",), tasks=4)()
+    assert (given[0]["LOCAL_RANK"], given[0]["CUDA_VISIBLE_DEVICES"]) == ("3", "0,1,2,3")

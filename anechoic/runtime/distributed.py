@@ -243,10 +243,14 @@ def join() -> Iterator[World]:
 
 
 def own_device(index: int) -> torch.device:
-    """The accelerator of this number, from now on the current one; the processor if there is none."""
+    """The accelerator of this number, from now on the current one; the processor if there is none.
+
+    A process may see only its own (srun --gpus-per-task=1), which is then the first, whatever the process's number.
+    """
     accelerator = torch.accelerator.current_accelerator() if accelerators() else None
     if accelerator is None:
         return torch.device("cpu")
+    index %= accelerators()
     torch.accelerator.set_device_index(index)
     return torch.device(accelerator.type, index)
 

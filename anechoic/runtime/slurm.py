@@ -41,7 +41,8 @@ class Job:
         if self.tasks > 1:
             import submitit
 
-            submitit.helpers.TorchDistributedEnvironment().export()
+            # Each process finds its own among all of the node's devices, as it does under any other launcher.
+            submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
             environment = dict(os.environ)
             environment.setdefault("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", str(self.tasks)))
         self.process = subprocess.Popen([sys.executable, "-m", "anechoic", *self.command], env=environment)
