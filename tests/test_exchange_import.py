@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import pickle
+import zipfile
 
 import pytest
 import torch
@@ -379,6 +380,14 @@ def test_a_decayed_file_needs_its_alpha(tmp_path):
     torch.save(sit(False), tmp_path / "sit.pth")
     with pytest.raises(UserError, match="trained with plain shortcuts"):
         imported(tmp_path / "sit.pth", num_heads=3, alpha_min=0.6, num_classes=5)
+
+
+def test_a_file_that_unpacks_to_far_more_is_refused_before_it_does(tmp_path, monkeypatch):
+    with zipfile.ZipFile(tmp_path / "bomb.pth", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data/0", bytes(100 << 20))
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was unpacked"))
+    with pytest.raises(UserError, match="decompression bomb"):
+        imported(tmp_path / "bomb.pth")
 
 
 def test_what_does_not_fit_is_named(tmp_path):

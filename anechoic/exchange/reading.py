@@ -104,6 +104,8 @@ def _refuse_packed(path: Path) -> None:
     try:
         with ZipFile(path) as archive:
             refuse_bomb(archive, path)
+    except UserError:
+        raise
     except (BadZipFile, OSError, ValueError, EOFError, NotImplementedError, OverflowError, struct.error):
         return  # an old checkpoint, which is no zip file, or a damaged one: torch.load says so
 
