@@ -111,6 +111,28 @@ def test_statistics_survive_the_disk(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read.points, images.flatten(1).numpy() / np.float32(255))
 
 
+def test_statistics_are_written_whole_into_folders_that_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = frechet.statistics(features(40))
+    with pytest.raises(UserError, match=r"kept in an \.npz file"):
+        frechet.save_statistics(tmp_path / "statistics", found)
+    frechet.save_statistics(tmp_path / "new" / "statistics.npz", found)
+    before = (tmp_path / "new" / "statistics.npz").read_bytes()
+    monkeypatch.setattr(np, "savez", lambda file, **arrays: file.write(b"half") and 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        frechet.save_statistics(tmp_path / "new" / "statistics.npz", found)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["statistics.npz"]
+    assert (tmp_path / "new" / "statistics.npz").read_bytes() == before
+
+
+def test_features_that_are_no_numbers_are_refused() -> None:
+    broken = features(40)
+    broken[3, 2] = np.nan
+    with pytest.raises(UserError, match="NaN or infinity"):
+        frechet.statistics(broken)
+
+
 def test_plain_arrays_are_not_statistics(tmp_path: Path) -> None:
     np.savez(tmp_path / "images.npz", images=np.zeros((2, 4, 4), np.uint8))
     assert not frechet.is_statistics(tmp_path / "images.npz")

@@ -17,7 +17,7 @@ import anechoic
 from anechoic.api.evaluating import noisy_outcome
 from anechoic.cli import main
 from anechoic.config import Config, MonitorConfig, OptimConfig, SaveConfig
-from anechoic.diffusion.generation import Request, generate, training_config
+from anechoic.diffusion.generation import Request, generate, training_config, write_images
 from anechoic.diffusion.process import drop_labels
 from anechoic.errors import UserError
 from anechoic.evals.evaluator import Evaluation
@@ -244,6 +244,37 @@ def test_arrays_and_folders_carry_labels_and_a_receipt(runs: dict[str, Path], tm
     assert receipt == json.loads((tmp_path / "folder" / "receipt.json").read_text())
     assert np.array_equal(np.asarray(Image.open(tmp_path / "folder" / "3" / "000000.png")), first)
     assert sorted(p.name for p in (tmp_path / "folder").iterdir()) == ["3", "5", "receipt.json"]
+
+
+@pytest.mark.parametrize("out", ["images.jpg", "full", "folder.png"])
+def test_a_place_where_images_cannot_go_is_refused_before_any_is_made(
+    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("mine")
+    (tmp_path / "folder.png").mkdir()
+    monkeypatch.setattr("anechoic.diffusion.generation.generate", lambda *_, **__: pytest.fail("images were made"))
+    with pytest.raises(UserError, match=r"choose another|cannot be written"):
+        anechoic.sample(runs["plain"], out=tmp_path / out, num=2, steps=2)
+
+
+@pytest.mark.parametrize("out", ["images", "images.png", "images.npz"])
+def test_images_are_written_whole_or_not_at_all(
+    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    images = generate(Request(run=str(runs["cond"]), num=4, steps=2), progress=False)
+    write_images(images, tmp_path / "deep" / out)
+    assert {path.name for path in (tmp_path / "deep").iterdir()} == {out}
+
+    def broken(self: object, file: Path | str, *_: object, **__: object) -> None:
+        Path(file).write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Image.Image, "save", broken)
+    monkeypatch.setattr(np, "savez", lambda file, **_: broken(None, file.name))
+    with pytest.raises(OSError, match="disk full"):
+        write_images(images, tmp_path / "later" / out)
+    assert not list((tmp_path / "later").iterdir())
 
 
 def test_averaged_weights_are_the_ones_used(runs: dict[str, Path]) -> None:

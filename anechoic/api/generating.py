@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
+from anechoic.errors import UserError
 from anechoic.outcome import Outcome
 
 
@@ -56,9 +57,10 @@ def sample(
         batch_size: images made at once.
         devices: processes that share the work.
     """
-    from anechoic.diffusion.generation import Request, generate, write_images
+    from anechoic.diffusion.generation import Request, check_output, generate, write_images
 
     started = time.perf_counter()
+    check_output(out)
     request = Request(
         run=str(run),
         num=num,
@@ -101,6 +103,7 @@ def frechet(
     save_samples: Path | None = None,
     save_reference: Path | None = None,
     batch_size: int = 64,
+    device: str = "auto",
     seed: int = 0,
 ) -> Outcome:
     """Measure how far generated images are from real ones: Frechet distance, KID, precision and recall.
@@ -118,22 +121,28 @@ def frechet(
         save_samples: keep the statistics of the samples in this .npz file.
         save_reference: keep the statistics of the reference in this .npz file, to save time later.
         batch_size: images in the extractor at once.
+        device: cpu, cuda, mps; auto takes an accelerator if there is one.
         seed: of the random subsets of KID.
     """
     import warnings
 
     from anechoic.evals.extractors import extractor_named
-    from anechoic.evals.frechet import compare, save_statistics
+    from anechoic.evals.feature_cache import pick_device
+    from anechoic.evals.frechet import check_statistics_file, compare, save_statistics
 
     started = time.perf_counter()
-    network = extractor_named(extractor, weights=weights)
+    if batch_size < 1 or (num is not None and num < 2):
+        raise UserError("--batch-size must be at least 1, and --num at least 2.")
+    kept = {name: path for name, path in (("samples", save_samples), ("reference", save_reference)) if path is not None}
+    for path in kept.values():
+        check_statistics_file(path)
+    network = extractor_named(extractor, weights=weights, device=pick_device(device))
     sides = {
         name: measure(where, network, num=num, image_size=image_size, batch_size=batch_size)
         for name, where in (("samples", samples), ("reference", reference))
     }
-    for name, path in (("samples", save_samples), ("reference", save_reference)):
-        if path is not None:
-            save_statistics(path, sides[name])
+    for name, path in kept.items():
+        save_statistics(path, sides[name])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         metrics: dict[str, Any] = {**compare(sides["reference"], sides["samples"], seed=seed)}
@@ -162,7 +171,6 @@ def measure(where: str, extractor: Any, *, num: int | None, image_size: int | No
 
     from anechoic.data import open_source
     from anechoic.diffusion.generation import image_batches, read_receipt
-    from anechoic.errors import UserError
     from anechoic.evals.frechet import is_statistics, load_statistics, measure_images
 
     if is_statistics(Path(where)):
@@ -245,14 +253,16 @@ def encode_latents(
         scale: factor of the latents; by default the autoencoder's own.
         batch_size: images encoded at once.
     """
-    import torch
     from tqdm.auto import tqdm
 
     from anechoic.data import open_source
     from anechoic.data.latents import load_vae, write_latents
+    from anechoic.runtime.distributed import current_device
 
     started = time.perf_counter()
-    network = load_vae(vae, device=torch.device(torch.accelerator.current_accelerator() or "cpu"))
+    if batch_size < 1:
+        raise UserError("--batch-size must be at least 1.")
+    network = load_vae(vae, device=current_device())
     source = open_source(data, labels=labels, channels=network.config.in_channels)
     with tqdm(total=len(source), unit="img", desc="encoding", disable=None) as bar:
         card = write_latents(

@@ -1,6 +1,6 @@
 """From a trained denoiser on disk to images: which process it was trained on, its latents, and files with a receipt.
 
-The algorithms are `sampling`'s. Image i of a seed is the same whatever the batch size and the number of processes,
+The algorithms are `samplers`'s. Image i of a seed is the same whatever the batch size and the number of processes,
 because all of its noise is a function of (seed, i, step).
 """
 
@@ -28,7 +28,8 @@ from anechoic.models.preprocess import Preprocess
 from anechoic.models.sit import SiT
 from anechoic.models.uvit import UViT
 from anechoic.runtime.checkpoint import load
-from anechoic.runtime.distributed import join, launch
+from anechoic.runtime.distributed import current_device, join, launch, refuse_too_many
+from anechoic.runtime.files import make_folder, write_aside
 from anechoic.runtime.fingerprint import hash_tensors
 from anechoic.runtime.untrusted import parse_table, read_table
 
@@ -173,6 +174,7 @@ def generate(request: Request, *, devices: int = 1, progress: bool = True) -> Im
         return _generate_part(request, progress=progress)
     if devices < 1 or devices > request.num:
         raise UserError(f"{request.num} images can be made by 1 to {request.num} processes, not {devices}.")
+    refuse_too_many(devices)
     with tempfile.TemporaryDirectory() as folder:
         receipt = launch(_generate_into, request, folder, progress, devices=devices)
         parts = [torch.from_numpy(np.load(Path(folder) / f"{rank}.npy")) for rank in range(devices)]
@@ -203,7 +205,7 @@ def _generate_into(request: Request, folder: str, progress: bool) -> dict[str, A
 
 def _generate_part(request: Request, *, rank: int = 0, world_size: int = 1, progress: bool = False) -> Images:
     """This process's contiguous share of the images."""
-    device = torch.device(torch.accelerator.current_accelerator() or "cpu")
+    device = current_device()
     model, config = open_denoiser(Path(request.run), untrained=request.untrained)
     weights = hash_tensors(model.state_dict())
     model = model.to(device)
@@ -270,32 +272,40 @@ class EvaluationBar:
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
+def check_output(out: Path) -> None:
+    """Refuse, before any image is made, a place where none can be written; its folder is there afterwards."""
+    if out.suffix not in (".png", ".npz", ""):
+        raise UserError(f"images cannot be written as {out.suffix}; name a .png picture, an .npz file or a folder.")
+    if out.suffix and out.is_dir():
+        raise UserError(f"{out} is a folder; choose another name for the file of images.")
+    if not out.suffix and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not empty; choose another folder for the images.")
+    make_folder(out.absolute().parent)
+
+
 def write_images(images: Images, out: Path, *, columns: int | None = None) -> None:
     """A grid picture (.png), arrays (.npz), or a folder with a PNG each, by class where there are classes."""
-    if out.suffix == ".png":
-        out.parent.mkdir(parents=True, exist_ok=True)
-        contact_sheet(images.pixels, columns=columns or default_columns(images)).save(out)
-    elif out.suffix == ".npz":
-        out.parent.mkdir(parents=True, exist_ok=True)
-        arrays = {"images": images.pixels.permute(0, 2, 3, 1).numpy(), "receipt": np.array(json.dumps(images.receipt))}
-        if images.labels is not None:
-            arrays["labels"] = images.labels.numpy()
-        with open(out, "wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
-    elif out.suffix:
-        raise UserError(f"images cannot be written as {out.suffix}; name a .png picture, an .npz file or a folder.")
-    else:
-        write_folder(images, out)
+    check_output(out)
+    with write_aside(out.absolute(), folder=not out.suffix) as new:
+        if out.suffix == ".png":
+            contact_sheet(images.pixels, columns=columns or default_columns(images)).save(new)
+        elif out.suffix == ".npz":
+            pixels = images.pixels.permute(0, 2, 3, 1).numpy()
+            arrays = {"images": pixels, "receipt": np.array(json.dumps(images.receipt))}
+            if images.labels is not None:
+                arrays["labels"] = images.labels.numpy()
+            with open(new, "wb") as file:
+                np.savez(file, **arrays)  # type: ignore[arg-type]
+        else:
+            write_folder(images, new)
 
 
-def write_folder(images: Images, out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists and is not empty; choose another folder for the images.")
+def write_folder(images: Images, folder: Path) -> None:
     for i, pixels in enumerate(images.pixels):
-        folder = out if images.labels is None else out / str(int(images.labels[i]))
-        folder.mkdir(parents=True, exist_ok=True)
-        to_picture(pixels).save(folder / f"{i:06d}.png")
-    (out / RECEIPT).write_text(json.dumps(images.receipt, indent=2) + "\n")
+        place = folder if images.labels is None else folder / str(int(images.labels[i]))
+        place.mkdir(exist_ok=True)
+        to_picture(pixels).save(place / f"{i:06d}.png")
+    (folder / RECEIPT).write_text(json.dumps(images.receipt, indent=2) + "\n")
 
 
 def read_receipt(path: str) -> dict[str, Any] | None:

@@ -1,7 +1,7 @@
 """Forward processes that turn data into noise, and the loss that trains a network to undo them.
 
 A process says how much data and noise a sample holds at each time, what the network is asked to predict, and how its
-answer is read; solving the process backwards is the business of `sampling`. Sections on U-ViT and SiT of the paper's
+answer is read; solving the process backwards is the business of `samplers`. Sections on U-ViT and SiT of the paper's
 generative experiments; Ho et al. 2020, Song et al. 2021 (VP), Lipman et al. 2023 and Ma et al. 2024 (flow).
 
 B batch, C channels, H height, W width. Every process writes x_t = alpha(t) * data + sigma(t) * noise.

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from anechoic.data.arrays import read_npz, read_npz_names
-from anechoic.errors import UserError
+from anechoic.errors import NotFiniteError, UserError
 from anechoic.evals.extractors import Extractor
+from anechoic.runtime.files import make_folder, write_aside
 from anechoic.runtime.untrusted import of_kind, parse_table
 
 KEPT = 10_000
@@ -53,6 +54,8 @@ class Statistics:
 def statistics(features: np.ndarray | Tensor, *, extractor: dict[str, Any] | None = None) -> Statistics:
     """Of features (n, D)."""
     points = np.asarray(features, dtype=np.float32)
+    if not np.isfinite(points).all():
+        raise NotFiniteError("The extractor's features contain NaN or infinity: choose another, or another checkpoint.")
     double = points.astype(np.float64)
     mean = double.mean(axis=0)
     centred = double - mean
@@ -87,10 +90,18 @@ def measure_images(batches: Iterable[Tensor], extractor: Extractor, *, images: d
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
+def check_statistics_file(path: Path) -> None:
+    """Refuse, before anything is measured, a name that `load_statistics` would not read; its folder is made."""
+    if path.suffix != ".npz" or path.is_dir():
+        raise UserError(f"Statistics are kept in an .npz file, which {path} is not: name one.")
+    make_folder(path.absolute().parent)
+
+
 def save_statistics(path: Path, found: Statistics) -> None:
     """One .npz with plain arrays and a JSON receipt."""
+    check_statistics_file(path)
     receipt = {"format": FORMAT, "extractor": found.extractor, "images": found.images}
-    with open(path, "wb") as file:
+    with write_aside(path) as new, open(new, "wb") as file:
         np.savez(
             file,
             count=found.count,

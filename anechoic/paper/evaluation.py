@@ -166,10 +166,11 @@ def compare_samples(run_dir: Path, plan: EvalPlan, *, real: str, seed: int) -> d
     """Frechet distance and its companions of `samples` images to at most four times as many real ones."""
     from anechoic.diffusion.generation import Request, generate, image_batches
     from anechoic.evals.extractors import extractor_named
+    from anechoic.evals.feature_cache import pick_device
     from anechoic.evals.frechet import compare, measure_images
 
     made = generate(Request(run=str(run_dir), num=plan.samples, seed=seed), progress=False).pixels
-    extractor = extractor_named(plan.extractor)
+    extractor = extractor_named(plan.extractor, device=pick_device("auto"))
     images = open_source(real, channels=made.shape[1])
     chosen = Subset(images, evenly(len(images), 4 * plan.samples))
     sides = [

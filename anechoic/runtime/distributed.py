@@ -247,12 +247,24 @@ def own_device(index: int) -> torch.device:
 
     A process may see only its own (srun --gpus-per-task=1), which is then the first, whatever the process's number.
     """
-    accelerator = torch.accelerator.current_accelerator() if accelerators() else None
-    if accelerator is None:
-        return torch.device("cpu")
+    device = current_device()
+    if device.type == "cpu":
+        return device
     index %= accelerators()
     torch.accelerator.set_device_index(index)
-    return torch.device(accelerator.type, index)
+    return torch.device(device.type, index)
+
+
+def current_device() -> torch.device:
+    """The current accelerator; the processor if there is none here, whatever torch was built for."""
+    accelerator = torch.accelerator.current_accelerator() if accelerators() else None
+    return accelerator or torch.device("cpu")
+
+
+def refuse_too_many(devices: int) -> None:
+    """A process each, where there are accelerators."""
+    if 0 < (available := accelerators()) < devices:
+        raise UserError(f"There are {available} accelerators here, so devices cannot be {devices}: lower it.")
 
 
 # ---- agreeing

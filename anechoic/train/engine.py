@@ -39,6 +39,7 @@ from anechoic.runtime.distributed import (
     join,
     launch,
     parallel,
+    refuse_too_many,
     shared_room,
     total,
     under_launcher,
@@ -275,11 +276,10 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False, brief: bo
 
 def number_of_processes(config: Config, run_dir: Path) -> int:
     """As asked for, else as the run began, else one per accelerator."""
-    available = accelerators()
     before = read_frozen_config(run_dir)
-    devices = config.devices or (from_json(before).devices if before else None) or max(1, available)
-    if available and devices > available and not under_launcher():
-        raise UserError(f"There are {available} accelerators here, so devices cannot be {devices}: lower it.")
+    devices = config.devices or (from_json(before).devices if before else None) or max(1, accelerators())
+    if not under_launcher():
+        refuse_too_many(devices)
     return devices
 
 
