@@ -12,7 +12,9 @@ from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from anechoic.benchmarks import embed, growth, sample
+import anechoic
+from anechoic.api import measuring, verb
+from anechoic.benchmarks import embed, growth, sample, verbs
 from anechoic.benchmarks.memory import peak_memory_mb
 from anechoic.benchmarks.timing import Timing, interleave, row_without_peer, table
 from anechoic.data import Augment, Loader, open_source
@@ -77,6 +79,25 @@ def touch(megabytes: int) -> None:
 
 def test_memory_is_that_of_the_work():
     assert peak_memory_mb(touch, 300) - peak_memory_mb(touch, 0) == pytest.approx(300, abs=40)
+
+
+def test_a_verb_is_measured_in_a_process_of_its_own(tmp_path):
+    assert peak_memory_mb(verbs.call, verb, "models", (), {}, str(tmp_path)) > 50
+
+
+def test_of_all_benchmarks_one_that_fails_costs_no_rows(monkeypatch):
+    def failing(options):
+        raise RuntimeError("no room")
+
+    names = {"embed": "anechoic.benchmarks.embed", "memory": "anechoic.benchmarks.verbs"}
+    monkeypatch.setattr(measuring, "BENCHMARKS", names)
+    monkeypatch.setattr(embed, "run", lambda options: [row_without_peer("embed", 1.5, memory_mb=300)])
+    monkeypatch.setattr(verbs, "run", failing)
+    found = anechoic.bench("all")
+    assert [row["benchmark"] for row in found.metrics["rows"]] == ["embed"]
+    assert found.text.endswith("memory failed: RuntimeError: no room")
+    with pytest.raises(RuntimeError):
+        anechoic.bench("memory")
 
 
 def test_warm_contestants_are_not_run_before_the_clock():

@@ -55,14 +55,20 @@ def bench(
 
     start = time.perf_counter()
     options = Options(rounds, str(images or ""), small, workers, unfused, verb)
-    rows, peers = [], {}
+    rows, peers, failed = [], {}, {}
     for name in BENCHMARKS if what == "all" else [what]:
         module = import_module(BENCHMARKS[name])
-        rows += [{"benchmark": name, **row} for row in module.run(options)]
+        try:
+            rows += [{"benchmark": name, **row} for row in module.run(options)]
+        except Exception as problem:  # of several, the rows measured so far are kept, and the text ends with this
+            if what != "all":
+                raise
+            failed[name] = f"{type(problem).__name__}: {problem}"
+            continue
         peers.update({package: package_version(package) for package in module.PEERS})
     return Outcome(
         config={},
-        metrics={"rows": rows, "peers": peers},
+        metrics={"rows": rows, "peers": peers, "failed": failed},
         seconds=time.perf_counter() - start,
-        text=table(rows),
+        text="\n".join([table(rows), *(f"{name} failed: {reason}" for name, reason in failed.items())]),
     )

@@ -39,7 +39,7 @@ def run(options: Options) -> list[dict[str, Any]]:
         assert options.verb is not None, "the verb `bench` gives it"
         for name, (verb, arguments, options_of_verb) in calls.items():
             start = time.perf_counter()
-            memory = peak_memory_mb(call, options.verb(verb), arguments, options_of_verb, str(folder / "cache"))
+            memory = peak_memory_mb(call, options.verb, verb, arguments, options_of_verb, str(folder / "cache"))
             rows.append(row_without_peer(name, time.perf_counter() - start, memory_mb=memory))
         return rows
 
@@ -57,7 +57,7 @@ def make_run(recipe_name: str, source: str, folder: Path) -> None:
     fit(replace(config, data=replace(config.data, source=source), optim=optim), folder)
 
 
-def call(verb: Callable, arguments: tuple, options: dict, cache: str) -> None:
+def call(function_of: Callable[[str], Callable], verb: str, arguments: tuple, options: dict, cache: str) -> None:
     """A verb with a cache of its own."""
     os.environ["ANECHOIC_CACHE"] = cache
-    verb(*arguments, **options)
+    function_of(verb)(*arguments, **options)
