@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import inspect
 import itertools
@@ -30,6 +31,11 @@ from anechoic.runtime.signals import InterruptedRun, leave
 USER_MISTAKE = 2
 READER_GONE = 128 + 13  # as a shell reports a process that SIGPIPE ended
 INTERRUPTED = 128 + 2  # and one that Ctrl-C ended
+# What the system says of a place that cannot be read or written; any other of its errors is a defect.
+PLACES_AT_FAULT = {
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR),
+    *(errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG),
+}
 
 
 def summary(name: str) -> str:
@@ -122,7 +128,7 @@ def show(outcome: object, *, as_json: bool) -> None:
     from anechoic.outcome import Outcome
 
     assert isinstance(outcome, Outcome)
-    text = json.dumps(outcome.to_json(), indent=2) if as_json else outcome.text
+    text = json.dumps(outcome.to_json(), indent=2, allow_nan=False) if as_json else outcome.text
     if text:
         print(text)
 
@@ -145,6 +151,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return READER_GONE
     except KeyboardInterrupt:
         return INTERRUPTED
+    except OSError as problem:
+        if problem.errno not in PLACES_AT_FAULT:
+            raise
+        where = "" if problem.filename is None else f"{problem.filename}: "
+        say(f"anechoic: {where}{problem.strerror}; choose another place, or free this one.")
+        return USER_MISTAKE
     except InterruptedRun as stopped:
         if argv is None:
             leave(128 + stopped.signal_number)

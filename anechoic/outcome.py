@@ -6,6 +6,7 @@ Standard library only, so that pages and run directories can be read without tor
 from __future__ import annotations
 
 import base64
+import math
 import os
 import platform
 import subprocess
@@ -65,15 +66,30 @@ class Outcome:
         return {path.stem: Picture(path) for path in files if path.suffix == ".png"}
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "schema": SCHEMA,
-            "config": self.config,
-            "seed": self.seed,
-            "commit": commit(),
-            "machine": machine(),
-            "metrics": self.metrics,
-            "seconds": self.seconds,
-        }
+        return plain(
+            {
+                "schema": SCHEMA,
+                "config": self.config,
+                "seed": self.seed,
+                "commit": commit(),
+                "machine": machine(),
+                "metrics": self.metrics,
+                "seconds": self.seconds,
+            }
+        )
+
+
+def plain(value: Any) -> Any:
+    """What JSON can hold: arrays as lists, numbers of numpy as Python's, what is not finite as None."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
 @dataclass(frozen=True)

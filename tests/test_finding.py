@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from zoo import make
 
 import anechoic
 from anechoic.cli import main
-from anechoic.data import open_source
+from anechoic.data import files, open_source
 from anechoic.data.cache import cache_dir
 from anechoic.errors import UserError
 from anechoic.evals import exploring, feature_cache, index
@@ -30,6 +31,7 @@ from anechoic.evals.whitening import fitted, rescaled, unit_vectors
 from anechoic.models.preprocess import Preprocess
 from anechoic.runtime.checkpoint import model_card, write_model
 from anechoic.runtime.files import read_json, sealed, unsealed, write_json
+from anechoic.runtime.untrusted import read_regular
 
 
 def picture(seed, *, side=20):
@@ -185,6 +187,44 @@ def test_an_unreadable_image_is_told_every_time_and_tried_once(run, photos, monk
     assert again.skipped == first.skipped
     assert again.added == 0
     assert "a/broken.png" not in again.names()
+
+
+@contextmanager
+def away(monkeypatch, name):
+    """One file cannot be fetched, as on a disk that is away; its name, size and time stay as they are."""
+
+    def refuse(path, **how):
+        if str(path).endswith(name):
+            raise OSError(112, "Host is down", path)
+        return read_regular(path, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "read_regular", refuse)
+        yield
+
+
+def test_an_image_that_could_not_be_fetched_is_tried_again(run, photos, monkeypatch):
+    with away(monkeypatch, "a/00.png"):
+        first, again = index_of(run, photos), index_of(run, photos)
+        assert first.skipped == again.skipped == (("a/00.png", "Host is down"),)
+    after = index_of(run, photos)
+    assert (after.added, after.skipped, len(after.ids)) == (1, (), 36)
+
+
+def test_features_of_an_image_that_could_not_be_fetched_are_made_up_for(run, photos, monkeypatch):
+    encoder, source = open_encoder(run), open_source(photos)
+    with away(monkeypatch, "a/00.png"):
+        assert len(features_of(encoder, source, layers="all", device="cpu").ids) == 35
+    computed = []
+    monkeypatch.setattr(feature_cache, "extract_batches", counted(feature_cache.extract_batches, computed))
+    source = open_source(photos)
+    whole = features_of(encoder, source, layers=(0,), device="cpu")
+    assert all(len(rows) == len(whole.ids) == 36 for rows in whole.sets.values())
+    # The other layers were kept without that image, so they do not fit any more.
+    assert all(len(rows) == 36 for rows in features_of(encoder, source, layers="all", device="cpu").sets.values())
+    assert len(computed) == 2
+    features_of(encoder, source, layers="all", device="cpu")
+    assert len(computed) == 2
 
 
 @pytest.mark.parametrize("width", [None, 64])
@@ -418,6 +458,15 @@ def test_a_collection_is_explored(run, photos, capsys, tmp_path):
     assert data_of(page)["metrics"] == found
     text = page.read_text()
     assert all(f'data-name="{name}.csv"' in text for name in ("duplicates", "outliers", "clusters"))
+
+
+def test_the_answer_of_few_images_is_json_too(run, photos, capsys, tmp_path):
+    for path in sorted((photos / "a").iterdir())[4:]:
+        path.unlink()
+    page = tmp_path / "page.html"
+    found = metrics_of(capsys, "explore", run, photos / "a", "-o", page)
+    assert found["limit"]["dimension"] is None
+    assert "only equal ones count" in page.read_text()
 
 
 def test_one_image_is_nothing_to_explore(run, tmp_path, capsys):

@@ -191,6 +191,14 @@ def test_gif_and_avif_are_read(kind, suffix, tmp_path):
     assert np.abs(found.astype(int) - pixels).mean() < 12
 
 
+def test_a_place_that_cannot_be_written_is_named(run, tmp_path, capsys):
+    Image.fromarray(np.zeros((16, 16, 3), np.uint8)).save(tmp_path / "a.png")
+    (tmp_path / "file").write_text("no folder")
+    told = sentence(capsys, "embed", run, tmp_path / "a.png", "-o", tmp_path / "file" / "v.npz")
+    assert str(tmp_path / "file") in told
+    assert "another" in told
+
+
 def heic():
     plugin = pytest.importorskip("pillow_heif", reason="no HEIC here: pip install 'anechoic[heic]'")
     plugin.register_heif_opener()

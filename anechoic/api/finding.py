@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -224,7 +225,7 @@ def described(index: Index, found: Exploration) -> dict[str, Any]:
         "folders": len({folder_of(name) for name in names}),
         "limit": {
             "share": found.limit.share,
-            "dimension": found.limit.dimension,
+            "dimension": found.limit.dimension if math.isfinite(found.limit.dimension) else None,
             "false_alarms": FALSE_ALARMS,
             "histogram": [edges.tolist(), counts.tolist()],
         },

@@ -45,8 +45,8 @@ def report(
         raise UserError("Name at least one run directory: anechoic report RUN.")
     if samples < 2:
         raise UserError(f"A report needs at least 2 samples, not {samples}.")
-    from anechoic.outcome import commit, machine
-    from anechoic.report.html import machine_line, plain, write_page
+    from anechoic.outcome import commit, machine, plain
+    from anechoic.report.html import machine_line, write_page
     from anechoic.report.run_page import report_page
     from anechoic.report.runs import open_run
     from anechoic.report.summary import comparison, summarise, unique_names

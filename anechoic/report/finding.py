@@ -126,8 +126,10 @@ def the_map(points: Map, index: Index, pictures: Pictures) -> Html:
 def duplicates(metrics: Mapping[str, Any], names: Sequence[str], found: Exploration, pictures: Pictures) -> list[str]:
     limit = metrics["limit"]
     words = (
-        f"Two images count as near-duplicates if they are closer than {limit['share']:.3f} of the distance that each "
-        f"has to its other neighbours. The limit comes from this collection itself: around an image it looks like "
+        "There are too few images to tell which distance is small among them, so only equal ones count."
+        if limit["dimension"] is None
+        else f"Two images count as near-duplicates if they are closer than {limit['share']:.3f} of the distance that "
+        "each has to its other neighbours. The limit comes from this collection itself: around an image it looks like "
         f"points in {limit['dimension']:.1f} dimensions, where {limit['false_alarms']:g} images in all are expected "
         "below it by chance."
     )

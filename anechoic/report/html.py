@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from anechoic.outcome import plain
 from anechoic.report.tables import cell
 from anechoic.runtime.files import write_aside
 
@@ -140,19 +140,6 @@ def embedded(data: Any, *, id: str = "") -> Html:
     text = json.dumps(plain(data), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     name = f' id="{id}"' if id else ""
     return Html(f'<script type="application/json"{name}>' + text.replace("<", "\\u003c") + "</script>")
-
-
-def plain(value: Any) -> Any:
-    """What JSON can hold: arrays as lists, numbers of numpy as Python's, what is not finite as None."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if hasattr(value, "tolist"):
-        return plain(value.tolist())
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
 def table(

@@ -9,8 +9,8 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from anechoic.outcome import commit, machine
-from anechoic.report.html import Html, Section, figure, machine_line, page, plain
+from anechoic.outcome import commit, machine, plain
+from anechoic.report.html import Html, Section, figure, machine_line, page
 from anechoic.report.run_page import report_page, training_charts, verdict_note
 from anechoic.report.runs import RunOnDisk, curves, encoder_of, facts, judge, open_run
 from anechoic.report.summary import Summary, summarise
