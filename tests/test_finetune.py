@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image, ImageEnhance, ImageOps
 
+import anechoic
 from anechoic.cli import main
 from anechoic.errors import UserError
 from anechoic.models import build_model
@@ -286,6 +287,12 @@ def test_mistakes_are_one_clear_sentence(pretrained, tmp_path, capsys):
 
 
 # ---- the supervised control
+
+
+def test_a_network_of_another_program_is_named_with_the_way_in(pretrained, tmp_path):
+    anechoic.export(pretrained, to="timm", out=tmp_path / "timm")
+    with pytest.raises(UserError, match=r"written for timm.*import-weights"):
+        anechoic.finetune(tmp_path / "timm", train="digits:train", out=tmp_path / "run")
 
 
 def test_supervised_control_reports_rank_over_depth_and_training(tmp_path):

@@ -26,6 +26,14 @@ def brute_force(train, labels, queries, *, k, temperature=0.07):
     return order, votes
 
 
+def test_votes_of_a_small_temperature_stay_apart():
+    """exp(0.99 / 0.001) is infinite; of two infinite votes the smaller class would win."""
+    near = knn.Neighbours(torch.tensor([[0.99, 0.98, 0.97]]), torch.tensor([[2, 0, 1]]))
+    votes = knn.vote(near, np.array([0, 1, 2]), k=3, num_classes=3, temperature=0.001)
+    assert votes.argmax().item() == 2
+    np.testing.assert_allclose(votes.numpy(), np.exp([[-10, -20, 0]]), rtol=1e-3)
+
+
 def quarters(rng, n, dim):
     """Rows with four entries of ±1/2: unit length, and every similarity an exact multiple of 1/4, so full of ties."""
     rows = np.zeros((n, dim), dtype=np.float32)

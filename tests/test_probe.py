@@ -241,6 +241,12 @@ def test_bad_input_is_one_clear_sentence(labels, test_labels, features, message)
         in100_probe({"f": features}, np.array(labels), {"f": test}, np.array(test_labels), epochs=1)
 
 
+def test_too_few_samples_to_choose_the_regulariser_are_called_too_few():
+    x = np.eye(2, 8, dtype=np.float32)
+    with pytest.raises(UserError, match=r"2 train samples are too few.*more samples of each class"):
+        logistic_probe(x, np.array([0, 1]), x, np.array([0, 1]))
+
+
 def test_layers_of_other_widths_and_regularisers_out_of_range():
     with pytest.raises(UserError, match="different widths"):
         probe.stack({"a": np.ones((2, 3)), "b": np.ones((2, 4))}, "cpu")

@@ -163,6 +163,14 @@ def folder(tmp_path):
     return tmp_path
 
 
+def test_files_beside_images_are_no_images(folder):
+    before = segment.find_pairs(folder)
+    for name in ("scene 1.txt", "scene 2.zip", "._scene 0.png"):
+        (folder / "images" / name).write_text("beside")
+        (folder / "masks" / name).write_text("beside")
+    assert segment.find_pairs(folder) == before
+
+
 def test_images_and_masks_are_cropped_alike(folder):
     pairs = segment.find_pairs(folder)
     assert [pair.image.stem for pair in pairs] == ["scene 0", "scene 1", "scene 2"]

@@ -113,22 +113,24 @@ def finetune_config(
     from anechoic.data import open_source
     from anechoic.data.source import labels_of
     from anechoic.errors import UserError
-    from anechoic.models import from_json
     from anechoic.models.mae import MAEConfig
     from anechoic.models.vit import ViTConfig
     from anechoic.recipes.transfer import finetune_base_in1k
+    from anechoic.runtime.card import check_preprocess, config_of
     from anechoic.runtime.checkpoint import model_directory
     from anechoic.runtime.files import read_json
+    from anechoic.runtime.untrusted import of_kind
 
-    card = read_json(model_directory(run) / "config.json")
-    network = from_json(card["config"])
+    path = model_directory(run) / "config.json"
+    card = read_json(path)
+    network = config_of(card, where=str(run))
     encoder = network.encoder if isinstance(network, MAEConfig) else network
     if not isinstance(encoder, ViTConfig):
         raise UserError(
             f"{run} is a {card['family']}; fine-tuning starts from a masked autoencoder or vision transformer."
         )
-    prepare = card["preprocess"]
-    source = open_source(train, labels=True, channels=prepare["channels"])
+    prepare = check_preprocess(of_kind(card, "preprocess", dict, where=str(path)), network, where=str(path))
+    source = open_source(train, labels=True, channels=prepare.channels)
     num_classes = int(labels_of(source).max()) + 1
     if num_classes < 2:
         raise UserError("The train data has one class only, so there is nothing to learn; give at least two classes.")
@@ -152,10 +154,10 @@ def finetune_config(
         data=replace(
             base.data,
             source=str(train),
-            image_size=image_size or prepare["image_size"],
-            channels=prepare["channels"],
-            mean=tuple(prepare["mean"]),
-            std=tuple(prepare["std"]),
+            image_size=image_size or prepare.image_size,
+            channels=prepare.channels,
+            mean=prepare.mean,
+            std=prepare.std,
         ),
         model=ModelConfig(name, options),
         shortcut=ShortcutConfig(

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 KS = (10, 20, 100, 200)
 USUAL_K = 20
 TEMPERATURE = 0.07
+# exp of more is infinite in double precision, and of two infinite votes the smaller class would win.
+LARGEST_EXPONENT = 600
 # Similarities of a chunk of queries to a chunk of train vectors take 128 MB.
 QUERY_CHUNK, TRAIN_CHUNK = 512, 65536
 # The sieve computes them in tiles that are still in the cache when the largest entry of each block of BLOCK columns is
@@ -240,7 +242,10 @@ def vote(
     if temperature <= 0:
         raise UserError(f"The temperature of the vote must be positive, not {temperature}.")
     labels = as_tensor(labels).to(neighbours.indices.device)
-    weights = (neighbours.similarities[:, :k].double() / temperature).exp()
+    exponents = neighbours.similarities[:, :k].double() / temperature
+    if 1 / temperature > LARGEST_EXPONENT:
+        exponents = exponents - exponents[:, :1]  # the nearest votes with 1, and the order of classes stays
+    weights = exponents.exp()
     votes = weights.new_zeros(len(weights), num_classes)
     return votes.scatter_add_(1, labels[neighbours.indices[:, :k]], weights)
 

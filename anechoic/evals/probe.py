@@ -246,6 +246,11 @@ def logistic_probe(
     num_held = max(1, round(holdout * len(y)))
     held, kept = order[:num_held], order[num_held:]
     strongest_first = sorted(regularisers, reverse=True)
+    if len(y[kept].unique()) < 2:
+        raise UserError(
+            f"{len(y)} train samples are too few: those held out to choose the regulariser leave one class to fit. "
+            "Give more samples of each class."
+        )
     tried = fit_logistic(x[kept], y[kept], regularisers=strongest_first, num_classes=num_classes)
     held_out = (tried.predict(x[held]) == y[held]).double().mean(dim=1)
     chosen = strongest_first[int(held_out.argmax())]

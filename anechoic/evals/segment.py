@@ -18,7 +18,7 @@ from torch import Tensor
 
 from anechoic.data import decode
 from anechoic.data.decoding import Undecodable, decode_labels
-from anechoic.data.source import IMAGE_SUFFIXES, MAX_CLASSES
+from anechoic.data.source import MAX_CLASSES, is_image_name
 from anechoic.errors import UserError
 from anechoic.runtime.untrusted import parse_table, read_regular, read_text, reason
 
@@ -39,8 +39,9 @@ def find_pairs(root: str | Path, *, listed: Path | None = None) -> list[Pair]:
         raise UserError(
             f"{root} must hold the folders images and masks (or COCO-Stuff's images/val2017, annotations/val2017)."
         )
-    images, masks = ({path.stem: path for path in sorted(folder.iterdir())} for folder in layout)
-    images = {stem: path for stem, path in images.items() if path.suffix.lower() in IMAGE_SUFFIXES}
+    images, masks = (
+        {path.stem: path for path in sorted(folder.iterdir()) if is_image_name(path.name)} for folder in layout
+    )
     names = list(images) if listed is None else [Path(line.strip()).stem for line in read_lines(listed)]
     missing = [name for name in names if name not in images or name not in masks]
     if missing:

@@ -59,6 +59,10 @@ def segment_images(
     samples: int | None = None,
     device: str = "auto",
 ) -> Segmented:
+    if samples is not None and samples < 1:
+        raise UserError(f"--samples counts images, at least 1, not {samples}.")
+    if options.channels < 3:
+        raise UserError(f"The maps are coloured by three eigenvectors, so --channels cannot be {options.channels}.")
     pairs = find_pairs(where, listed=listed)[:samples]
     table = None if mapping is None else read_mapping(mapping, void=void)
     images, labels = read_all(pairs, image_size=encoder.image_size, channels=encoder.channels, mapping=table)

@@ -15,24 +15,25 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from anechoic.config import Count, Positive, Section, Share, Whole
 from anechoic.errors import UserError
 
 SIDE = 32
 
 
 @dataclass(frozen=True)
-class SpectralOptions:
+class SpectralOptions(Section):
     """The published settings; `epochs` and `batch` decide the cost."""
 
-    channels: int = 100
-    epochs: int = 201
-    batch: int = 40
-    neighbours: int = 50
+    channels: Count = 100
+    epochs: Count = 201
+    batch: Count = 40
+    neighbours: Count = 50
     threshold: float = 0.1
-    steps: int = 5
-    lr: float = 1e-2
-    ema: float = 0.99
-    seed: int = 12345
+    steps: Count = 5
+    lr: Positive = 1e-2
+    ema: Share = 0.99
+    seed: Whole = 12345
 
 
 def token_graph(tokens: Tensor, *, neighbours: int = 50, threshold: float = 0.1) -> Tensor:
