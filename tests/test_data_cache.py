@@ -16,10 +16,11 @@ import pytest
 import torch
 from PIL import Image
 
-from anechoic.data import BadImage, Loader, Scenes, Source, Subset, open_source
+from anechoic.data import BadImage, Loader, Scenes, Source, Subset, decoding, files, open_source
 from anechoic.data import cache as caching
 from anechoic.data.cache import Stored, cache_dir, stored
 from anechoic.errors import UserError
+from anechoic.runtime.untrusted import read_regular
 
 
 @pytest.fixture(autouse=True)
@@ -281,6 +282,36 @@ def test_unreadable_images_are_remembered_with_their_reasons(folder: Path) -> No
         with pytest.raises(BadImage, match="empty"):
             kept.read(5)
         assert torch.equal(kept.read(6), source.read(6))
+
+
+def test_an_image_that_could_not_be_fetched_is_looked_for_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that was away for a while changes neither name, size nor time of a file."""
+
+    def away(path: str, **how: int) -> bytes:
+        if path.endswith("05.bmp"):
+            raise PermissionError(13, "Permission denied", path)
+        return read_regular(path, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "read_regular", away)
+        with pytest.raises(BadImage, match="Permission denied") as caught:
+            stored(open_source(folder), min_side=16).read(5)
+        assert not pickle.loads(pickle.dumps(caught.value)).lasting
+    source = open_source(folder)
+    assert same(stored(source, min_side=16), source, min_side=16)
+    assert source.skipped == []
+
+
+def test_what_other_decoders_could_not_read_is_tried_with_those_of_today(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Image.new("RGB", (12, 12)).save(folder / "05.bmp", format="GIF")
+    with monkeypatch.context() as patch:
+        patch.setattr(decoding, "FORMATS", tuple(name for name in decoding.FORMATS if name != "GIF"))
+        kept = stored(open_source(folder), min_side=16)
+        assert [name for name, _ in kept.skipped] == ["05.bmp"]
+    source = open_source(folder)
+    assert same(stored(source, min_side=16), source, min_side=16)
 
 
 def test_more_than_a_tenth_unreadable_stops(folder: Path, own_cache: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from anechoic.cli import main
-from anechoic.data import Loader, open_source
+from anechoic.data import BadImage, Loader, open_source
 from anechoic.data.shards import INDEX, write_shards
 from anechoic.errors import UserError
 
@@ -188,3 +188,20 @@ def test_mistakes_leave_nothing_behind(photos: Path, tmp_path: Path, capsys) -> 
 def test_a_pattern_of_millions_is_refused() -> None:
     with pytest.raises(UserError, match="names 3,000,001 shards"):
         open_source("shard-{0..3000000}.tar")
+
+
+def test_a_server_that_does_not_answer_says_nothing_about_an_image(url: str, shards: Path) -> None:
+    import fsspec
+
+    source = open_source(url)
+    system, name = fsspec.filesystem("memory"), "/bucket/shard-000000.tar"
+    system.rm_file(name)
+    (away,) = source.read_many([0])
+    content = bytearray((shards / "shard-000000.tar").read_bytes())
+    content[int(source.members[0]["start"]) + 20] ^= 1
+    system.pipe_file(name, bytes(content))
+    (damaged,) = source.read_many([0])
+    assert [(type(bad), bad.lasting) for bad in (away, damaged)] == [(BadImage, False), (BadImage, True)]
+    with pytest.raises(BadImage) as caught:
+        source.read(0)
+    assert caught.value.lasting

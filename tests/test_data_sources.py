@@ -237,6 +237,23 @@ def test_parquet_without_huggingface_metadata(folder: Path, tmp_path: Path) -> N
         open_source(tmp_path / "d.parquet")
 
 
+def test_a_table_that_is_away_is_not_taken_for_a_damaged_one(folder: Path, tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"image": [(folder / name).read_bytes() for name in NAMES]}), file)
+    source = open_source(file)
+    file.rename(tmp_path / "elsewhere")
+    with pytest.raises(BadImage, match="No such file") as caught:
+        source.read(0)
+    assert not caught.value.lasting
+    file.write_bytes((tmp_path / "elsewhere").read_bytes()[:50])
+    with pytest.raises(BadImage, match="not a complete parquet file") as caught:
+        source.read(0)
+    assert caught.value.lasting
+
+
 def test_arrays(tmp_path: Path) -> None:
     images = np.stack([picture(k) for k in range(5)])
     labels = np.array([0, 0, 1, 1, 1])

@@ -107,6 +107,8 @@ class RemotePacked(Packed):
 
     def data(self, index: int) -> bytes:
         (found,) = self._fetch([index])
+        if isinstance(found, Undecodable):
+            raise found
         if isinstance(found, Exception):
             raise OSError(f"{self.archives[int(self.members[index]['archive'])]}: {reason(found)}") from found
         return found
@@ -115,8 +117,11 @@ class RemotePacked(Packed):
         out: list[Tensor | BadImage] = []
         for index, found in zip(indices, self._fetch(indices), strict=True):
             try:
+                if isinstance(found, Undecodable):
+                    raise found
                 if isinstance(found, Exception):
-                    raise Undecodable(reason(found))
+                    out.append(BadImage(self.name(index), reason(found), lasting=False))
+                    continue
                 if self.contents is not None:
                     self.contents.check(index, found, self.name(index))
                 out.append(decode(found, channels=self.channels, min_side=min_side))

@@ -28,6 +28,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from anechoic.data.decoding import decoders
 from anechoic.data.source import BadImage, EncodedSource, Source, Subset, digest, refuse_too_many
 from anechoic.errors import UserError
 from anechoic.runtime.files import flush, sweep_leftovers, write_aside
@@ -76,7 +77,10 @@ def read_cached(path: Path) -> dict[str, np.ndarray] | None:
 
 
 class Stored(Source):
-    """The pixels of a source from its cache: a flat file of (H, W, C) images one after the other."""
+    """The pixels of a source from its cache: a flat file of (H, W, C) images one after the other.
+
+    Images that were found undecodable stay out; those that could not be fetched are looked for in the source again.
+    """
 
     resident = True
 
@@ -93,7 +97,9 @@ class Stored(Source):
         self._pixels = torch.from_file(str(folder / "pixels.bin"), shared=False, size=size, dtype=torch.uint8)
         if verify and zlib.crc32(self._pixels.numpy().data) != index["crc"]:
             raise ValueError("cached pixels are damaged")
-        self._bad = {int(k): BadImage(name, reason) for k, (name, reason) in index["bad"].items()}
+        lost = {int(k): BadImage(name, reason) for k, (name, reason) in index["bad"].items()}
+        self._again = set(index["passing"] if index.get("decoders") == decoders() else lost)
+        self._bad = {k: bad for k, bad in lost.items() if k not in self._again}
         self._source, self._folder = source, folder
         self.fingerprint, self.channels = source.fingerprint, source.channels
         self.labels, self.classes = source.labels, source.classes
@@ -113,6 +119,8 @@ class Stored(Source):
     def read(self, index: int, *, min_side: int | None = None) -> Tensor:
         if index in self._bad:
             raise self._bad[index]
+        if index in self._again:
+            return self._source.read(index, min_side=min_side)
         start, stop = self._starts[index : index + 2].tolist()
         return self._pixels[start:stop].view(*self._shapes[index].tolist(), self.channels).permute(2, 0, 1)
 
@@ -222,12 +230,13 @@ def compare_some(source: EncodedSource) -> None:
 
 def _write(source: Source, folder: Path, *, min_side: int) -> None:
     crc = 0
-    starts, shapes, bad = [0], [], {}
+    starts, shapes, bad, passing = [0], [], {}, []
     # Closed at once when the run is stopped, so that nobody goes on decoding.
     with contextlib.closing(_read_all(source, min_side=min_side)) as images, open(folder / "pixels.bin", "wb") as file:
         for index, result in enumerate(images):
             if isinstance(result, BadImage):
                 bad[index] = (result.name, result.reason)
+                passing += [] if result.lasting else [index]
                 shapes.append((0, 0))
             else:
                 data = result.permute(1, 2, 0).contiguous().numpy().data
@@ -237,7 +246,8 @@ def _write(source: Source, folder: Path, *, min_side: int) -> None:
             starts.append(file.tell())
     refuse_too_many(list(bad.values()), of=len(source))
     np.savez(folder / "places.npz", starts=np.array(starts, np.int64), shapes=np.array(shapes, np.int32))
-    (folder / "index.json").write_text(json.dumps({"format": FORMAT, "crc": crc, "bad": bad}))
+    about = {"format": FORMAT, "crc": crc, "bad": bad, "passing": passing, "decoders": decoders()}
+    (folder / "index.json").write_text(json.dumps(about))
 
 
 def _read_all(source: Source, *, min_side: int) -> Generator[Tensor | BadImage]:

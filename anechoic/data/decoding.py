@@ -50,6 +50,11 @@ for known in IMAGE_SUFFIXES:
     IGNORED_SUFFIXES.pop(known, None)
 
 
+def decoders() -> str:
+    """The formats that can be read here: with others, images that are unreadable now may be readable."""
+    return " ".join((*FORMATS, "HEIF") if HAS_HEIC else FORMATS)
+
+
 def decode(data: bytes, *, channels: int = 3, min_side: int | None = None) -> Tensor:
     """uint8 (channels, H, W), upright.
 

@@ -130,7 +130,8 @@ def cached_scan(root: Path) -> Listing:
     memory = cache_dir() / "listings" / f"{digest(os.fsencode(root.resolve()))}.npz"
     if (arrays := read_cached(memory)) is not None:
         listing = Listing.from_arrays(arrays) if "ignored" in arrays else None  # an earlier version's has none
-        if listing is not None and listing.still_true(root):
+        new_kinds = listing is not None and any(map(is_image_name, listing.ignored))
+        if listing is not None and not new_kinds and listing.still_true(root):
             return listing
     listing = scan(root)
     if len(listing.names) >= REMEMBER_FROM:

@@ -147,7 +147,7 @@ class _Batches(Dataset):
         return rows, images
 
     def _fetch(self, ids: list[int]) -> list[Tensor | BadImage]:
-        wanted = [index for index in ids if index not in self.bad]
+        wanted = [index for index in ids if index not in self.bad or not self.bad[index].lasting]
         found = dict(zip(wanted, self.source.read_many(wanted, min_side=min_side_for(self.image_size)), strict=True))
         self.bad.update((index, result) for index, result in found.items() if isinstance(result, BadImage))
         return [found.get(index, self.bad.get(index)) for index in ids]  # type: ignore[misc]

@@ -26,11 +26,15 @@ log = logging.getLogger("anechoic")
 
 
 class BadImage(Exception):
-    """One image of a source cannot be read. The loader leaves it out and lists it; a person sees name and reason."""
+    """One image of a source cannot be read. The loader leaves it out and lists it; a person sees name and reason.
 
-    def __init__(self, name: str, reason: str):
+    lasting: a verdict about its bytes, which holds as long as the decoders are the same (`decoding.decoders`). If not,
+    the bytes were not to be had, which may pass: a disk that is away, permissions.
+    """
+
+    def __init__(self, name: str, reason: str, *, lasting: bool = True):
         super().__init__(name, reason)
-        self.name, self.reason = name, reason
+        self.name, self.reason, self.lasting = name, reason, lasting
 
 
 class Transform(Protocol):
@@ -109,7 +113,7 @@ class EncodedSource(Source):
         except Undecodable as error:
             raise BadImage(self.name(index), str(error)) from error
         except OSError as error:
-            raise BadImage(self.name(index), error.strerror or str(error)) from error
+            raise BadImage(self.name(index), error.strerror or str(error), lasting=False) from error
 
     def compare_content(self, index: int) -> None:
         """UserError if the image's bytes are known to have been others."""
@@ -149,6 +153,25 @@ class Subset(Source):
 
     def note_skipped(self, bad: Iterable[tuple[str, str]]) -> None:
         self.source.note_skipped(bad)
+
+
+def unsettled(source: Source, indices: Iterable[int]) -> list[int]:
+    """Those of the images that can be read now, or might be another time."""
+    verdicts = ((index, _verdict(source, index)) for index in indices)
+    return [index for index, bad in verdicts if bad is None or not bad.lasting]
+
+
+def readable(source: Source, indices: Iterable[int]) -> list[int]:
+    """Those of the images that can be read now."""
+    return [index for index in indices if _verdict(source, index) is None]
+
+
+def _verdict(source: Source, index: int) -> BadImage | None:
+    try:
+        source.read(index)
+    except BadImage as bad:
+        return bad
+    return None
 
 
 def refuse_too_many(bad: Sequence[tuple[str, str]], *, of: int) -> None:

@@ -7,6 +7,7 @@ memory and suits random reading of sets too large for the cache.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -58,11 +59,15 @@ class Parquet(EncodedSource):
 
     def _load_group(self, group: int) -> list[Any]:
         file, number = self._groups[group]
+        os.stat(self.paths[file])  # one that is away is no damaged one
         try:
             with parquet_damage(self.paths[file]):
                 rows = _parquet_file(self.paths[file]).read_row_group(number, columns=[self.column])
                 return rows.column(0).to_pylist()
         except UserError as error:
+            cause = error.__cause__
+            if isinstance(cause, OSError) and cause.errno:  # the system's own; pyarrow's about damage have no number
+                raise OSError(cause.errno, reason(cause)) from error
             # At the index the file was whole: these rows are lost, the others are not.
             raise Undecodable(str(error)) from error
 
@@ -76,7 +81,7 @@ class Parquet(EncodedSource):
     def name(self, index: int) -> str:
         try:
             cell = self._cell(index)
-        except Undecodable:
+        except (Undecodable, OSError):
             return str(index)
         return str((isinstance(cell, dict) and cell.get("path")) or index)
 
@@ -194,7 +199,7 @@ class HubSet(EncodedSource):
     def name(self, index: int) -> str:
         try:
             return str((self._cell(index) or {}).get("path") or index)
-        except Undecodable:
+        except (Undecodable, OSError):
             return str(index)
 
     def data(self, index: int) -> bytes:

@@ -2,8 +2,8 @@
 
 The cache's key is the encoder's weights and preparation and the source's images, so a stale entry cannot be met; a
 checksum tells a damaged one. Files are written as features come, so memory does not grow with the number of images,
-unless the disk refuses: then they are held in memory. A pass that was ended goes on where its journal says. It knows
-neither labels nor metrics.
+unless the disk refuses: then they are held in memory. A pass that was ended goes on where its journal says. Images that
+could not be fetched are tried again whenever it is opened. It knows neither labels nor metrics.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from tqdm.auto import tqdm
 
 from anechoic.data import Augment, Loader, Source, cache_dir
 from anechoic.data.cache import locked
+from anechoic.data.decoding import decoders
+from anechoic.data.source import readable, unsettled
 from anechoic.errors import UserError
 from anechoic.evals.encoders import Encoder
 from anechoic.evals.features import Key, Pooling, choose_layers, extract_batches
@@ -95,6 +97,8 @@ def features_of(
         with locked(folder / ".lock", working_on=folder):
             sweep_leftovers(folder)
             good = intact(folder, [IDS, *map(file_name, wanted)])
+            if IDS in good and has_become_readable(folder, source):
+                good = set()
             missing = [key for key in wanted if not {IDS, file_name(key)} <= good]
             if missing:
                 compute(encoder, source, missing, folder, **how)
@@ -131,10 +135,40 @@ def intact(folder: Path, names: Sequence[str]) -> set[str]:
 
 def read_index(folder: Path) -> dict[str, int]:
     """File name -> checksum of everything kept here; nothing if the index is missing or damaged."""
+    return read_notes(folder).get("files", {})
+
+
+def read_notes(folder: Path) -> dict[str, Any]:
+    """The index with what else it says: `passing`, images that could not be fetched, and with which `decoders`."""
     try:
-        return unsealed(read_json(folder / INDEX))["files"]
-    except (ValueError, KeyError):  # a UserError is a ValueError
+        return unsealed(read_json(folder / INDEX))
+    except ValueError:  # a UserError is one
         return {}
+
+
+def has_become_readable(folder: Path, source: Source) -> bool:
+    """Whether an image that was left out can be read now; with the same decoders only those whose bytes were not seen
+    are tried."""
+    missing = left_out(source, np.load(folder / IDS))
+    notes = read_notes(folder)
+    if not missing:
+        return False
+    if notes.get("decoders") == decoders():
+        return bool(readable(source, notes["passing"]))
+    if readable(source, missing):
+        return True
+    note(folder, notes["files"], source, missing)
+    return False
+
+
+def left_out(source: Source, ids: np.ndarray) -> list[int]:
+    return np.setdiff1d(np.arange(len(source)), ids).tolist()
+
+
+def note(folder: Path, files: Mapping[str, int], source: Source, missing: Sequence[int]) -> None:
+    """The index: these files, made without the missing images."""
+    passing = unsettled(source, missing)
+    write_json(folder / INDEX, sealed({"files": dict(files), "passing": passing, "decoders": decoders()}))
 
 
 def file_crc(path: Path) -> int:
@@ -150,7 +184,7 @@ def read(folder: Path, wanted: Sequence[Key], source: Source) -> Features:
     ids = np.load(folder / IDS)
     # The cache knows which images are missing, but only a pass over the images knows why.
     known = dict(source.skipped)
-    missing = (source.name(int(index)) for index in np.setdiff1d(np.arange(len(source)), ids))
+    missing = map(source.name, left_out(source, ids))
     return Features(sets, ids, tuple((name, known.get(name, "it could not be read")) for name in missing))
 
 
@@ -166,9 +200,12 @@ def compute(encoder: Encoder, source: Source, wanted: Sequence[Key], folder: Pat
     unfinished.complete()
     # Nobody reads before the index lists the files, and only the holder of the lock writes.
     made = {path.name: file_crc(path) for path in unfinished.folder.glob("*.npy")}
+    before = read_index(folder)
+    if before.get(IDS) != made[IDS]:
+        before = {}  # rows of other images
     for name in made:
         os.replace(unfinished.folder / name, folder / name)
-    write_json(folder / INDEX, sealed({"files": {**read_index(folder), **made}}))
+    note(folder, {**before, **made}, source, left_out(source, np.load(folder / IDS)))
     remove(unfinished.folder)
 
 

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from anechoic.data import Source, Subset, cache_dir
 from anechoic.data.cache import locked
-from anechoic.data.source import digest
+from anechoic.data.decoding import decoders
+from anechoic.data.source import digest, readable, unsettled
 from anechoic.errors import NotFiniteError, UserError
 from anechoic.evals.encoders import Encoder, flat
 from anechoic.evals.feature_cache import features_of, file_crc
@@ -115,11 +116,15 @@ def identities(source: Source) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Known:
-    """What was kept: rows of vectors and the images they are of, and those that could not be read."""
+    """What was kept: rows of vectors and the images they are of, and those that could not be read.
+
+    again: those of the bad ones that may be readable by now.
+    """
 
     vectors: np.ndarray
     keys: np.ndarray
     bad: dict[str, Any]
+    again: frozenset[str]
 
 
 def read(folder: Path, fingerprint: str) -> tuple[Known | None, str]:
@@ -136,7 +141,8 @@ def read(folder: Path, fingerprint: str) -> tuple[Known | None, str]:
         if (vectors.dtype, keys.dtype, keys.shape) != (np.float32, np.uint8, (len(vectors), 16)) or vectors.ndim != 2:
             return None, "its file is damaged"
         bad = {key: (str(name), str(why)) for key, (name, why) in card["bad"].items()}
-        return Known(vectors, np.array(keys).view("V16").ravel(), bad), ""
+        again = frozenset(card["passing"] if card.get("decoders") == decoders() else bad)
+        return Known(vectors, np.array(keys).view("V16").ravel(), bad, again), ""
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # a UserError is a ValueError
         return None, "its file is damaged"
 
@@ -146,12 +152,14 @@ def update(
 ) -> Index:
     """The index of exactly the images that are there now."""
     mine = [key.tobytes() for key in keys]
-    known = known or Known(np.empty((0, 0)), keys[:0], {})
+    known = known or Known(np.empty((0, 0)), keys[:0], {}, frozenset())
+    tried = [i for i, key in enumerate(mine) if key.hex() in known.again]
+    lost = known.bad.keys() - {mine[i].hex() for i in readable(source, tried)}
     rows = {key.tobytes(): row for row, key in enumerate(known.keys)}
     kept = np.array([i for i, key in enumerate(mine) if key in rows], np.int64)
     old = Part(known.vectors, kept, np.array([rows[mine[i]] for i in kept], np.int64))
-    missing = np.array([i for i, key in enumerate(mine) if key not in rows and key.hex() not in known.bad], np.int64)
-    bad = {key.hex(): known.bad[key.hex()] for key in mine if key.hex() in known.bad}
+    missing = np.array([i for i, key in enumerate(mine) if key not in rows and key.hex() not in lost], np.int64)
+    bad = {key.hex(): known.bad[key.hex()] for key in mine if key.hex() in lost}
     if len(missing) == 0 and np.array_equal(old.rows, np.arange(len(known.keys))):
         return Index(source, known.vectors, kept, tuple(bad.values()), reason=reason)
     parts = [old] if len(kept) else []
@@ -167,7 +175,9 @@ def update(
     if not parts:
         raise UserError(f"None of the {len(mine):,} images can be read; the first is {next(iter(bad.values()))[0]}.")
     ids = np.sort(np.concatenate([part.ids for part in parts]))
-    write(folder, ids, parts, [mine[i] for i in ids], {"encoder": encoder.fingerprint, "bad": bad})
+    passing = [mine[i].hex() for i in unsettled(source, np.setdiff1d(np.arange(len(mine)), ids).tolist())]
+    card = {"encoder": encoder.fingerprint, "bad": bad, "passing": passing, "decoders": decoders()}
+    write(folder, ids, parts, [mine[i] for i in ids], card)
     added, removed = len(ids) - len(kept), len(known.keys) - len(kept)
     vectors = np.load(folder / VECTORS, mmap_mode="r")
     return Index(source, vectors, ids, tuple(bad.values()), added, removed, reason)
