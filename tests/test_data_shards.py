@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import pickle
 import tarfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ import torch
 from PIL import Image
 
 from anechoic.cli import main
-from anechoic.data import BadImage, Loader, open_source
+from anechoic.data import BadImage, Loader, archives, open_source
 from anechoic.data.shards import INDEX, write_shards
 from anechoic.errors import UserError
 
@@ -49,6 +51,19 @@ def url(shards: Path) -> str:
 
 def everything(source) -> list:
     return [(source.name(k), *source.read(k).flatten().tolist()) for k in range(len(source))]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks at this process's maps")
+def test_few_of_many_shards_stay_open(photos: Path, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archives, "MAX_MAPS", 1)
+    expected, source = everything(open_source(photos)), open_source(shards)
+    assert len(source.archives) > 1
+    assert everything(pickle.loads(pickle.dumps(source))) == everything(source) == expected
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    assert len({line.split()[-1] for line in maps if line.endswith(".tar")}) == 1
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda k: source.read(k % len(source)), range(20 * len(source))))
+    assert all(torch.equal(image, source.read(k % len(source))) for k, image in enumerate(found))
 
 
 def test_shards_hold_the_images_names_and_labels_of_their_source(photos: Path, shards: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import shutil
@@ -14,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from anechoic.data import Array, BadImage, Scenes, Source, Subset, common_labels, open_source
+from anechoic.data import Array, BadImage, Scenes, Source, Subset, common_labels, files, open_source
 from anechoic.data.archives import expand_braces, without_common_folder
 from anechoic.data.files import REMEMBER_FROM, scan
 from anechoic.data.source import Names
@@ -235,6 +236,18 @@ def test_parquet_without_huggingface_metadata(folder: Path, tmp_path: Path) -> N
     (tmp_path / "d.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:50])
     with pytest.raises(UserError, match="not a complete parquet file"):
         open_source(tmp_path / "d.parquet")
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_a_process_that_may_not_open_more_files_says_so(folder: Path, monkeypatch, number: int) -> None:
+    """The image is not to blame, and leaving it out would train on less than was asked for."""
+
+    def exhausted(path: str) -> bytes:
+        raise OSError(number, os.strerror(number), path)
+
+    monkeypatch.setattr(files, "read_regular", exhausted)
+    with pytest.raises(UserError, match=r"No more files can be opened .*ulimit -n"):
+        open_source(folder).read_many([0])
 
 
 def test_a_table_that_is_away_is_not_taken_for_a_damaged_one(folder: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import zipfile
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -36,11 +37,14 @@ from anechoic.data.source import (
     is_image_name,
     note_ignored,
     number_classes,
+    refuse_exhaustion,
 )
 from anechoic.errors import UserError
 from anechoic.runtime.untrusted import MAX_IMAGE_BYTES, open_regular, reason
 
 REMEMBER_FROM = 20_000
+# Archives that stay mapped; each takes one of the files a process may have open, often 1024.
+MAX_MAPS = 256
 # What reading the index of a damaged archive ends in.
 ZIP_DAMAGE = (
     zipfile.BadZipFile,
@@ -80,10 +84,14 @@ class Packed(EncodedSource):
         super().__init__(channels=channels)
         self.archives, self.names, self.members, self.fingerprint = tuple(archives), names, members, fingerprint
         self.labels, self.classes = labels, classes
-        self._maps: dict[int, mmap.mmap] = {}
+        self._map = lru_cache(maxsize=MAX_MAPS)(self._new_map)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_maps": {}}
+        return {name: value for name, value in self.__dict__.items() if name != "_map"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._map = lru_cache(maxsize=MAX_MAPS)(self._new_map)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -95,11 +103,10 @@ class Packed(EncodedSource):
         archive, start, length, method, crc = self.members[index].item()
         return member_bytes(self._map(archive), start, length, method, crc)
 
-    def _map(self, archive: int) -> mmap.mmap:
-        if archive not in self._maps:
-            with open(self.archives[archive], "rb") as file:
-                self._maps[archive] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return self._maps[archive]
+    def _new_map(self, archive: int) -> mmap.mmap:
+        """Closed when nobody refers to it any more, so one that another thread reads from outlives its place here."""
+        with open(self.archives[archive], "rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 class RemotePacked(Packed):
@@ -120,6 +127,7 @@ class RemotePacked(Packed):
                 if isinstance(found, Undecodable):
                     raise found
                 if isinstance(found, Exception):
+                    refuse_exhaustion(found)
                     out.append(BadImage(self.name(index), reason(found), lasting=False))
                     continue
                 if self.contents is not None:

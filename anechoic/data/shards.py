@@ -26,7 +26,7 @@ from anechoic.data.archives import CHECKED_TAR, MEMBER, Packed, expand_braces, o
 from anechoic.data.arrays import numpy_damage, read_npz
 from anechoic.data.decoding import Undecodable, decode
 from anechoic.data.places import filesystem, is_url
-from anechoic.data.source import BadImage, EncodedSource, Names, Source, check_labels, digest
+from anechoic.data.source import BadImage, EncodedSource, Names, Source, check_labels, digest, refuse_exhaustion
 from anechoic.errors import UserError
 from anechoic.runtime.untrusted import reason
 
@@ -130,6 +130,7 @@ def encoded(source: Source, index: int) -> tuple[bytes, str] | BadImage:
     except BadImage as bad:
         return bad
     except (Undecodable, OSError) as error:
+        refuse_exhaustion(error)
         return BadImage(name, reason(error))
 
 

@@ -6,6 +6,7 @@ The kinds of source live in `files`, `archives`, `tables`, `arrays` and `embedde
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import logging
 import os
@@ -113,6 +114,7 @@ class EncodedSource(Source):
         except Undecodable as error:
             raise BadImage(self.name(index), str(error)) from error
         except OSError as error:
+            refuse_exhaustion(error)
             raise BadImage(self.name(index), error.strerror or str(error), lasting=False) from error
 
     def compare_content(self, index: int) -> None:
@@ -120,6 +122,15 @@ class EncodedSource(Source):
         if self.contents is not None:
             with contextlib.suppress(OSError, Undecodable):  # what cannot be read has no content to compare
                 self.contents.check(index, self.data(index), self.name(index))
+
+
+def refuse_exhaustion(error: Exception) -> None:
+    """UserError if no more files can be opened here, which is nobody's fault but the process's own."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        raise UserError(
+            f"No more files can be opened ({os.strerror(error.errno)}): allow more (ulimit -n 65536), then give the "
+            "same command again."
+        ) from error
 
 
 class Subset(Source):
