@@ -99,6 +99,31 @@ def test_an_image_of_the_collection_is_its_own_neighbour(client):
     assert all(near["picture"].startswith("data:image/jpeg;base64,") for near in found["neighbours"])
 
 
+def test_images_that_cannot_be_embedded_are_told_of_and_tried_again(run, monkeypatch):
+    from anechoic.serve import studio as room
+
+    studio = room.Studio(run, data=None, device="cpu", pixels=1 << 20)
+    make = room.Collection.of
+
+    def broken(*_):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(room.Collection, "of", broken)
+    for _ in range(2):
+        wait_for(lambda: told(studio) is not None)
+        assert "cannot be searched (MemoryError('no room'))" in told(studio)
+    monkeypatch.setattr(room.Collection, "of", make)
+    monkeypatch.setattr(room, "TRY_AGAIN_SECONDS", 0.0)
+    wait_for(lambda: studio.collection is not None)
+
+
+def told(studio):
+    try:
+        return studio.collection and None
+    except UserError as problem:
+        return str(problem)
+
+
 def test_patches_are_hidden_as_asked(client, pictures):
     image = (pictures / "05.jpg").read_bytes()
     shown = client.upload("/reconstruct", image, hidden="none").json

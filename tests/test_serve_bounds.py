@@ -16,8 +16,8 @@ from serving import BOUNDARY, FORM, make_pictures, png, serving, small_config, w
 
 from anechoic.cli import main
 from anechoic.errors import UserError
-from anechoic.serve.guard import ImpatientProtocol, Limits
-from anechoic.serve.server import check_token, is_local, listen
+from anechoic.serve.guard import ImpatientProtocol, Limits, is_local
+from anechoic.serve.server import check_token, listen
 from anechoic.serve.worker import Busy, Worker
 from anechoic.train.engine import fit
 
@@ -299,13 +299,27 @@ def test_a_file_name_is_never_a_path(strict, pictures, run):
 
 def test_only_names_of_this_machine_are_answered_to(client):
     assert client.get("/status", Host="evil.example").status == 421
-    assert client.get("/status", Host="localhost:1234").status == 200
+    assert client.get("/status", Host="[").status == 421
+    for name in ("localhost:1234", "127.0.0.2", "[::1]:80"):
+        assert client.get("/status", Host=name).status == 200
 
 
 def test_other_pages_may_not_stop_a_training(client):
     answer = client.post("/stop", Origin="http://evil.example")
     assert answer.status == 403
     assert client.post("/stop", Origin=f"http://127.0.0.1:{client.port}").status == 400  # there is none to stop
+
+
+def test_other_pages_may_link_to_this_one_and_neither_show_nor_use_it(client):
+    elsewhere = {"Sec_Fetch_Site": "cross-site"}
+    followed = client.get("/", **elsewhere, Sec_Fetch_Mode="navigate")
+    assert (followed.status, followed.headers["x-frame-options"]) == (200, "DENY")
+    assert followed.headers["x-content-type-options"] == "nosniff"
+    for path, mode in (("/", "no-cors"), ("/report", "navigate"), ("/report", "no-cors")):
+        refused = client.get(path, **elsewhere, Sec_Fetch_Mode=mode)
+        assert (refused.status, refused.headers["x-frame-options"]) == (403, "DENY")
+    assert client.get("/status", Sec_Fetch_Site="same-origin").status == 200
+    assert client.post("/stop", **elsewhere).status == 403
 
 
 def test_a_token_is_asked_for(run):
@@ -329,6 +343,7 @@ def test_a_token_is_asked_for(run):
     [
         (["--host", "0.0.0.0"], "a token is needed"),
         (["--host", "0.0.0.0", "--token", "short"], "at least 8"),
+        (["--host", "0.0.0.0", "--token", "a+b/c=defgh"], "part of an address"),
         (["--port", "70000"], "between 0 and 65535"),
         (["--queue", "0"], "at least 1"),
     ],

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
 from typing import Any
@@ -24,7 +25,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 COOKIE = "anechoic_token"
-LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
+# No other page may show this one inside itself, where its buttons could be overlaid, or take an answer for a script.
+SAFETY = ((b"x-frame-options", b"DENY"), (b"x-content-type-options", b"nosniff"))
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        send = with_headers(send, *SAFETY)
         try:
             headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
             fresh = self.admit(scope, headers)
@@ -68,7 +71,10 @@ class Guard:
             self.active += 1
             try:
                 body = await self.read_body(headers, receive)
-                await self.app(scope, replay(body, receive), with_cookie(send, self.token) if fresh else send)
+                if fresh:  # the browser shall remember the token for this address
+                    cookie = f"{COOKIE}={self.token}; HttpOnly; SameSite=Strict; Path=/"
+                    send = with_headers(send, (b"set-cookie", cookie.encode()))
+                await self.app(scope, replay(body, receive), send)
             finally:
                 self.active -= 1
         except Refusal as refusal:
@@ -79,11 +85,10 @@ class Guard:
     def admit(self, scope: Scope, headers: dict[str, str]) -> bool:
         """Whether the token came with the address, so that a cookie shall remember it; Refusal for strangers."""
         host = headers.get("host", "")
-        if self.local and urlsplit(f"//{host}").hostname not in {name.strip("[]") for name in LOCAL_NAMES}:
+        if self.local and not is_local(host_name(host)):
             raise Refusal(421, "This address answers to 127.0.0.1 and localhost only.")
         fresh = self.check_token(scope, headers)
-        origin = headers.get("origin")
-        if scope["method"] not in ("GET", "HEAD") and origin is not None and urlsplit(origin).netloc != host:
+        if asked_by_another_page(scope, headers):
             raise Refusal(403, "Another page may not ask for this.")
         return fresh
 
@@ -145,16 +150,43 @@ def replay(body: bytes, receive: Receive) -> Receive:
     return next_message
 
 
-def with_cookie(send: Send, token: str | None) -> Send:
-    """The answer also asks the browser to remember the token for this address."""
+def with_headers(send: Send, *pairs: tuple[bytes, bytes]) -> Send:
+    """Every answer has these headers too."""
 
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
-            value = f"{COOKIE}={token}; HttpOnly; SameSite=Strict; Path=/"
-            message = {**message, "headers": [*message.get("headers", []), (b"set-cookie", value.encode())]}
+            message = {**message, "headers": [*message.get("headers", []), *pairs]}
         await send(message)
 
     return sending
+
+
+def asked_by_another_page(scope: Scope, headers: Mapping[str, str]) -> bool:
+    """For anything but the live page itself, which it may link to. Browsers say so; other programs are no pages."""
+    elsewhere = headers.get("sec-fetch-site") == "cross-site"
+    if scope["method"] in ("GET", "HEAD"):
+        linked = scope["path"] == "/" and headers.get("sec-fetch-mode") == "navigate"
+        return elsewhere and not linked
+    origin = headers.get("origin")
+    return elsewhere or (origin is not None and origin.partition("://")[2] != headers.get("host", ""))
+
+
+def host_name(header: str) -> str:
+    """Of a Host header, without its port; nothing where it is none."""
+    try:
+        return urlsplit(f"//{header}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def is_local(host: str) -> bool:
+    """Whether it is a name of this machine that no other can have."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 async def answer(send: Send, refusal: Refusal) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import socket
+import string
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +14,11 @@ import uvicorn
 from anechoic.errors import UserError
 from anechoic.report.runs import open_run
 from anechoic.serve.app import create_app
-from anechoic.serve.guard import ImpatientProtocol, Limits
+from anechoic.serve.guard import ImpatientProtocol, Limits, is_local
 
 # A token that can be guessed is none.
 SHORTEST_TOKEN = 8
+TOKEN_SIGNS = {*string.ascii_letters, *string.digits, *"-._~"}
 
 
 def run_server(
@@ -46,23 +47,15 @@ def run_server(
     uvicorn.Server(config).run(sockets=[listener])
 
 
-def is_local(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def check_token(token: str | None, *, host: str, local: bool) -> None:
     if not local and not token:
         raise UserError(
             f"{host} can be reached from other machines, so a token is needed: give --token, or listen on 127.0.0.1."
         )
-    usable = token is None or (token.isascii() and token.isprintable() and not set(token) & set(' ;,"'))
-    if token and (len(token) < SHORTEST_TOKEN or not usable):
-        raise UserError(f'A token has at least {SHORTEST_TOKEN} letters, digits or signs, without spaces and ;,".')
+    if token and (len(token) < SHORTEST_TOKEN or not set(token) <= TOKEN_SIGNS):
+        raise UserError(
+            f"A token has at least {SHORTEST_TOKEN} letters, digits or signs of -._~, since it is part of an address."
+        )
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -6,6 +6,7 @@ Images are bytes, places are numbers: nothing that comes in is ever a path.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +36,8 @@ from anechoic.rng import Draws
 from anechoic.runtime.checkpoint import model_directory
 
 PICTURE = 256
+# After a failure the images are embedded again when somebody asks so much later: the disk may be back.
+TRY_AGAIN_SECONDS = 30.0
 
 
 class Studio:
@@ -47,7 +50,8 @@ class Studio:
         self._encoder: Encoder | None = None
         self._collection: Collection | None = None
         self._building: threading.Thread | None = None
-        self._build_problem: BaseException | None = None
+        self._build_problem = ""
+        self._build_failed_at = 0.0
 
     @property
     def run(self) -> RunOnDisk:
@@ -112,8 +116,8 @@ class Studio:
     def collection(self) -> Collection | None:
         """None while it is made, which begins when it is first asked for and may take long."""
         if self._collection is None and self._building is None:
-            if self._build_problem is not None:
-                raise self._build_problem
+            if self._build_problem and time.monotonic() < self._build_failed_at + TRY_AGAIN_SECONDS:
+                raise UserError(self._build_problem)
             self._building = threading.Thread(target=self._build, name="anechoic-index", daemon=True)
             self._building.start()
         return self._collection
@@ -123,8 +127,10 @@ class Studio:
             # An encoder of its own: two threads must not run one network.
             encoder = encoder_of(self.run, device=self.device)
             self._collection = Collection.of(self.path, self.where, encoder, self.device)
-        except BaseException as problem:  # told to whoever asks; nobody sees what a thread raises
-            self._build_problem = problem
+        except Exception as problem:  # told to whoever asks; nobody sees what a thread raises
+            known = isinstance(problem, UserError)
+            self._build_problem = str(problem) if known else f"The images cannot be searched ({problem!r:.200})."
+            self._build_failed_at = time.monotonic()
         finally:
             self._building = None
 
