@@ -2,16 +2,19 @@
 
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
 from test_engine import tiny_config
 
+from anechoic.config import to_json
 from anechoic.data import Loader, open_source
 from anechoic.errors import UserError
 from anechoic.runtime.distributed import (
     RankFailedError,
     World,
+    cores_and_processes,
     from_first,
     join,
     launch,
@@ -97,6 +100,44 @@ def test_one_process_needs_no_group():
 def test_devices_must_divide_the_batch(tmp_path):
     with pytest.raises(UserError, match="cannot be shared by 3 devices"):
         fit(tiny_config(devices=3), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "4"}, (32, 4)),
+        ({"WORLD_SIZE": "4"}, (32, 4)),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "SLURM_NTASKS": "4", "SLURM_CPUS_PER_TASK": "32"}, (32, 1)),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "SLURM_NTASKS": "1", "SLURM_CPUS_PER_TASK": "32"}, (32, 4)),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "SLURM_NTASKS": "4", "SLURM_CPUS_PER_TASK": "8"}, (32, 4)),
+    ],
+    ids=["torchrun", "srun", "cores of each task", "torchrun in a job", "cores of all tasks"],
+)
+def test_cores_are_those_of_the_machine_or_of_the_task(monkeypatch, variables, expected):
+    """Whatever number of threads the launcher leaves to a process."""
+    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS", "SLURM_CPUS_PER_TASK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(32)), raising=False)
+    assert cores_and_processes() == expected
+
+
+def test_a_launched_run_has_workers_for_its_cores_and_may_change_them(tmp_path, monkeypatch, caplog):
+    """Under a launcher a process has one thread, which says nothing about its cores."""
+    config, source, world = tiny_config(steps=2), open_source("digits", channels=1), World(0, 1, torch.device("cpu"))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(6)), raising=False)
+    with Run(tmp_path) as run:
+        frozen = resolve_config(config, run, source, world)
+        assert frozen.data.workers == 6
+        run.start(to_json(frozen))
+        assert resolve_config(config, run, source, world) == frozen
+        fewer = replace(config, threads=2, data=replace(config.data, workers=2))
+        asked = resolve_config(fewer, run, source, world)
+    assert asked == replace(frozen, threads=2, data=replace(frozen.data, workers=2))
+    assert "2 threads instead of 1" in caplog.text
 
 
 @pytest.mark.parametrize(("in_sight", "number", "chosen"), [(4, 3, 3), (1, 3, 0)])

@@ -51,6 +51,7 @@ __all__ = [
     "budget",
     "checked",
     "default_holdout",
+    "default_workers",
     "differences",
     "from_json",
     "from_mapping",
@@ -302,8 +303,18 @@ def default_holdout(size: int) -> int:
     return min(max(size // 100, min(64, size // 10)), 1024)
 
 
-def resolve(config: Config, *, size: int, fingerprint: str, accelerators: int, cores: int) -> Config:
-    """Every None chosen. size: samples in the source; accelerators and cores: what this machine has."""
+def default_workers(cores: int, processes: int) -> int:
+    """Of each of the processes that share these cores: none where there are few, which training needs itself."""
+    return 0 if cores <= 2 else min(8, cores // processes)
+
+
+def resolve(
+    config: Config, *, size: int, fingerprint: str, accelerators: int, cores: int, workers: int | None = None
+) -> Config:
+    """Every None chosen. size: samples in the source; accelerators and cores: what this machine has.
+
+    workers: of each process, where its cores do not tell (a launcher leaves it one thread).
+    """
     data, optim = config.data, config.optim
     holdout = default_holdout(size) if data.holdout is None else data.holdout
     if size - holdout < optim.batch_size:
@@ -314,6 +325,8 @@ def resolve(config: Config, *, size: int, fingerprint: str, accelerators: int, c
     colour = data.channels == 3
     devices = config.devices or max(1, accelerators)
     check_shares(optim, devices)
+    if workers is None:
+        workers = default_workers(cores, devices)
     samples = budget(optim, size - holdout)
     return replace(
         config,
@@ -322,7 +335,7 @@ def resolve(config: Config, *, size: int, fingerprint: str, accelerators: int, c
             mean=data.mean or (IMAGENET_MEAN if colour else (0.5,) * data.channels),
             std=data.std or (IMAGENET_STD if colour else (0.5,) * data.channels),
             holdout=holdout,
-            workers=(0 if cores <= 2 else min(8, cores // devices)) if data.workers is None else data.workers,
+            workers=workers if data.workers is None else data.workers,
             size=size - holdout,
             fingerprint=fingerprint,
         ),

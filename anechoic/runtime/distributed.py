@@ -66,6 +66,18 @@ def under_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def cores_and_processes() -> tuple[int, int]:
+    """Under a launcher: the processor cores that this process may use, and how many processes share them.
+
+    A launcher leaves each process one thread, so its threads do not tell. Slurm may have given every task its own.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    started_by_slurm = os.environ.get("SLURM_NTASKS") == os.environ["WORLD_SIZE"]
+    if started_by_slurm and os.environ.get("SLURM_CPUS_PER_TASK") == str(cores):
+        return cores, 1
+    return cores, int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+
+
 # ---- starting
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anechoic.config import Config, adopt, check_shares, differences, from_json, resolve, to_json
+from anechoic.config import Config, adopt, check_shares, default_workers, differences, from_json, resolve, to_json
 from anechoic.data import Source
 from anechoic.data.loader import naming_killed_workers
 from anechoic.data.split import hold_out
@@ -35,6 +35,7 @@ from anechoic.runtime.distributed import (
     World,
     accelerators,
     average_gradients,
+    cores_and_processes,
     from_first,
     join,
     launch,
@@ -286,7 +287,7 @@ def number_of_processes(config: Config, run_dir: Path) -> int:
 def resolve_config(config: Config, run: Run | None, source: Source, world: World) -> Config:
     """The frozen config: every open choice made, or taken from the run that is there; another run is refused.
 
-    Only the number of processes may change: samples and their order do not depend on it.
+    Only the numbers of processes, threads and workers may change: samples and their order do not depend on them.
     """
     assert run is not None, "only the first process resolves"
     if config.devices not in (None, world.size):
@@ -300,8 +301,18 @@ def resolve_config(config: Config, run: Run | None, source: Source, world: World
             fingerprint=source.fingerprint,
             accelerators=accelerators(),
             cores=torch.get_num_threads(),
+            workers=default_workers(*cores_and_processes()) if under_launcher() else None,
         )
     frozen = from_json(saved)
+    if asked.data.workers is not None:
+        frozen = replace(frozen, data=replace(frozen.data, workers=asked.data.workers))
+    if asked.threads not in (None, frozen.threads):
+        log.warning(
+            "Going on with %d threads instead of %s: sums, and so the last bits, may differ.",
+            asked.threads,
+            frozen.threads,
+        )
+        frozen = replace(frozen, threads=asked.threads)
     if frozen.devices != world.size:
         check_shares(asked.optim, world.size)
         log.warning(
