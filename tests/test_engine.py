@@ -36,6 +36,7 @@ from anechoic.runtime import checkpoint
 from anechoic.runtime.files import read_json
 from anechoic.runtime.run import read_metrics
 from anechoic.train import engine
+from anechoic.train.build import check
 from anechoic.train.engine import DivergedError, Task, due, fit
 from anechoic.train.objectives import make_objective
 
@@ -49,6 +50,7 @@ MODEL = {
     "decoder_num_heads": 2,
 }
 BATCH = 32
+SMALL = {"dim": 24, "depth": 2, "num_heads": 2}
 
 
 def tiny_config(*, steps=30, **changes):
@@ -470,3 +472,25 @@ def test_weights_that_cannot_be_saved_at_the_end_are_trained_again(tmp_path, mon
     fit(config, tmp_path / "run")
     files = [tmp_path / name / "model" / "model.safetensors" for name in ("run", "undisturbed")]
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize("num_classes", [9, 5])
+def test_labels_that_the_model_has_no_class_for_are_refused(tmp_path, num_classes):
+    """Digits have ten; the tenth would be trained as the null label, and one beyond it is no row of the table."""
+    config = tiny_config(
+        model=ModelConfig("uvit_small", {**SMALL, "num_classes": num_classes, "label_dropout": 0.1}),
+        data=DataConfig(source="digits", image_size=8, channels=1, holdout=64, labels=True),
+        objective=ObjectiveConfig("noise_prediction"),
+    )
+    with pytest.raises(UserError, match=f"labels up to 9 and the model {num_classes} classes"):
+        fit(config, tmp_path)
+
+
+def test_an_objective_of_other_classes_than_the_models_is_refused():
+    options = {**SMALL, "patch_size": 2, "num_classes": 10, "pool": "mean"}
+    config = tiny_config(
+        model=ModelConfig("vit_tiny_patch16", options), objective=ObjectiveConfig("finetuning", {"num_classes": 7})
+    )
+    with pytest.raises(UserError, match="The objective counts 7 classes and the model 10"):
+        check(config)
+    check(replace(config, objective=ObjectiveConfig("finetuning", {"num_classes": 10})))

@@ -90,7 +90,13 @@ def check(config: Config) -> None:
         raise UserError(
             f"{config.objective.name} trains a {wanted} model, not {config.model.name}: choose one of those."
         )
-    model_config(config.model.name, **model_options(config))
+    network = model_config(config.model.name, **model_options(config))
+    theirs, ours = config.objective.options.get("num_classes"), getattr(network, "num_classes", None)
+    if theirs is not None and theirs != ours:
+        raise UserError(
+            f"The objective counts {theirs} classes and the model {ours}: set num_classes in both objective.options "
+            "and model.options to the data's."
+        )
     if config.compile and config.shortcut.anneal:
         raise UserError(
             "A compiled network has its alphas built in, so they cannot be annealed: set shortcut.anneal to 0 or "
@@ -102,6 +108,19 @@ def check(config: Config) -> None:
         raise UserError("A learnable alpha is a single number, which cannot be shared out: set fsdp to false.")
     if config.fsdp and config.model.name.startswith("resnet"):
         raise UserError("Only transformers are shared out over processes, block by block: set fsdp to false.")
+
+
+def check_labels(config: Config, source: Source) -> None:
+    """Refuse labels that the network has no class for; the first one too many would be taken for the null label."""
+    classes = getattr(model_config(config.model.name, **model_options(config)), "num_classes", None)
+    if classes is None or source.labels is None:
+        return
+    most = int(source.labels.max()) + 1
+    if most > classes:
+        raise UserError(
+            f"The data has labels up to {most - 1} and the model {classes} classes, counted from 0: set num_classes in "
+            f"model.options (and in objective.options, if it is there) to {most}, or give data that fits."
+        )
 
 
 def describe(config: Config, model: nn.Module, run_dir: Path, *, seen: int, brief: bool = False) -> str:

@@ -52,7 +52,16 @@ from anechoic.runtime.run import Run, read_frozen_config, read_metrics
 from anechoic.runtime.sharding import shard
 from anechoic.runtime.signals import InterruptedRun, Stop, catch_signals
 from anechoic.shortcut import Annealing
-from anechoic.train.build import check, describe, make_loader, make_model, make_optimizer, open_data, preprocess_of
+from anechoic.train.build import (
+    check,
+    check_labels,
+    describe,
+    make_loader,
+    make_model,
+    make_optimizer,
+    open_data,
+    preprocess_of,
+)
 from anechoic.train.keeping import Keeper, Mirror, is_sharded
 from anechoic.train.monitor import Samples, make_monitor
 from anechoic.train.objectives import Objective, make_objective
@@ -101,6 +110,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False, brief: bo
         assert optim.samples is not None
         assert optim.lr is not None
         check(config)
+        check_labels(config, source)
         stack.enter_context(reproducible(threads=config.threads or 1, compiled=config.compile))
 
         # Build the model, its objective, and what moves its weights. Initial weights depend on the seed alone.
