@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from anechoic.cli import main
-from anechoic.config import MonitorConfig, OptimConfig
-from anechoic.data import Array, Loader
+from anechoic.config import Config, MonitorConfig, OptimConfig
+from anechoic.data import Array, Loader, Source
 from anechoic.data.latents import DrawLatents, Latents, load_vae, read_card, write_latents
 from anechoic.diffusion.generation import Request, generate
 from anechoic.recipes.diffusion import uvit_in100_latent_cond
 from anechoic.rng import Draws
+from anechoic.train import engine
+from anechoic.train.build import make_loader
 from anechoic.train.engine import fit
 
 
@@ -41,12 +43,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "cache"
 
 
-def test_a_model_is_trained_on_latents_and_its_samples_are_decoded(
-    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def config_on(cache: Path) -> Config:
     config = uvit_in100_latent_cond()
     options = {"patch_size": 2, "dim": 16, "depth": 2, "num_heads": 2, "num_classes": 4, "label_dropout": 0.1}
-    config = replace(
+    return replace(
         config,
         data=replace(config.data, source=str(cache), image_size=8, holdout=8),
         model=replace(config.model, options=options),
@@ -54,6 +54,29 @@ def test_a_model_is_trained_on_latents_and_its_samples_are_decoded(
         monitor=MonitorConfig(every=64, report=16),
         threads=1,
     )
+
+
+@pytest.mark.parametrize("count", [8, 7])
+def test_an_image_and_its_mirror_image_are_held_out_together(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    trained_on: list[np.ndarray] = []
+
+    def noted(config: Config, source: Source, indices: np.ndarray, **how: int) -> Loader:
+        trained_on.append(indices)
+        return make_loader(config, source, indices, **how)
+
+    monkeypatch.setattr(engine, "make_loader", noted)
+    config = config_on(cache)
+    fit(replace(config, data=replace(config.data, holdout=count)), tmp_path / "run")
+    images, samples_of_each = np.unique(trained_on[0] // 2, return_counts=True)
+    assert (len(images), set(samples_of_each)) == (36, {2})
+
+
+def test_a_model_is_trained_on_latents_and_its_samples_are_decoded(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    config = config_on(cache)
     results = fit(config, tmp_path / "run")
     assert 0.5 < results["metrics"]["held_out_loss"] < 2
     images = generate(Request(run=str(tmp_path / "run"), num=5, steps=3, guidance=0.4), progress=False)

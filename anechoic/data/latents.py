@@ -243,6 +243,7 @@ class Latents(Source):
     """A cache on disk, memory-mapped, as a source of moments. Sample i is image i // 2, mirrored if i is odd."""
 
     resident = True
+    group_size = 2
 
     def __init__(self, path: str | Path, *, labels: bool = False) -> None:
         super().__init__()

@@ -53,6 +53,7 @@ class Source(ABC):
     facets: Mapping[str, np.ndarray] = MappingProxyType({})  # further labels by their names, where the source has some
     channels: int = 3
     resident = False  # True: pixels come from memory or a memory map, and a cache of them would be a copy
+    group_size = 1  # so many samples in a row are of one image: none of them is held out without the others
     transform: Transform | None = None  # what stands in for augmentation where samples are not pixels
 
     def __init__(self) -> None:

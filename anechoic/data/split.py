@@ -9,8 +9,15 @@ from anechoic.errors import UserError
 from anechoic.rng import Draws
 
 
-def hold_out(size: int, count: int, *, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """(kept, held-out) indices of `size` samples, each in order; `count` of them are held out."""
+def hold_out(size: int, count: int, *, seed: int = 0, group: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """(kept, held-out) indices of `size` samples, each in order; `count` of them are held out.
+
+    group: so many samples in a row are of one image (`Source.group_size`); whole images are held out, at least `count`.
+    """
+    if group > 1:
+        kept, held_out = hold_out(size // group, -(-count // group), seed=seed)
+        members = np.arange(group)
+        return (kept[:, None] * group + members).ravel(), (held_out[:, None] * group + members).ravel()
     draws = Draws(seed, torch.arange(size), torch.zeros(size, dtype=torch.int64))
     order = draws.words("holdout", 1)[:, 0].argsort(stable=True).numpy()
     return np.sort(order[count:]), np.sort(order[:count])

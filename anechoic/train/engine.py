@@ -168,7 +168,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False, brief: bo
         resumed = found is not None
 
         # Data: what is trained on, in an order that is a function of (seed, seen); what is only looked at.
-        train_indices, held_out_indices = hold_out(len(source), data.holdout)
+        train_indices, held_out_indices = hold_out(len(source), data.holdout, group=source.group_size)
         loader = make_loader(
             config,
             source,
