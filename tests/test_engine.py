@@ -494,3 +494,14 @@ def test_an_objective_of_other_classes_than_the_models_is_refused():
     with pytest.raises(UserError, match="The objective counts 7 classes and the model 10"):
         check(config)
     check(replace(config, objective=ObjectiveConfig("finetuning", {"num_classes": 10})))
+
+
+def test_a_resnet_has_no_blocks_to_compute_again():
+    config = tiny_config(
+        model=ModelConfig("resnet18", {"num_blocks": 8, "num_classes": 10}),
+        objective=ObjectiveConfig("supervised"),
+        shortcut=ShortcutConfig(),
+    )
+    check(config)
+    with pytest.raises(UserError, match="set recompute to false"):
+        check(replace(config, recompute=True))

@@ -50,7 +50,7 @@ def test_recomputing_gives_the_very_same_gradients():
         assert all(torch.equal(gradients[name], value) for name, value in expected.items())
 
 
-def saved_bytes(model, images):
+def saved_bytes(model, *given):
     """What a forward pass keeps for the backward pass, beside the weights."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = {}
@@ -62,7 +62,7 @@ def saved_bytes(model, images):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = model(images)
+        output = model(*given)
     del output
     return sum(kept.values())
 
@@ -79,6 +79,21 @@ def test_what_is_kept_for_the_backward_pass():
     assert sizes[1.0,] <= sizes[1.0, "unfused"]
     assert sizes[0.6,] == sizes[1.0,]
     assert sizes[1.0, "recompute"] < sizes[1.0,] / 4
+
+
+@pytest.mark.parametrize("case", ["sit-with-skips", "uvit-conditional"])
+def test_denoisers_recompute_too(case):
+    found = {}
+    for recompute in (False, True):
+        model = make(case, alpha_min=0.6).train()
+        choose_path(model, recompute=recompute)
+        given = inputs(model)
+        kept = saved_bytes(model, *given)
+        model(*given).square().mean().backward()
+        found[recompute] = kept, {name: weight.grad for name, weight in model.named_parameters()}
+    (whole, expected), (few, gradients) = found[False], found[True]
+    assert few < whole / 2
+    assert all(torch.equal(gradients[name], value) for name, value in expected.items())
 
 
 def count_calls(monkeypatch):

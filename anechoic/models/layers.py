@@ -7,7 +7,7 @@ Legend: B batch, N tokens, D width, H heads, C channels, p patch side.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -202,14 +202,24 @@ class DropPath(nn.Module):
         return fx * (keep.to(fx.dtype) / (1 - self.rate))
 
 
-class Block(nn.Module):
+class Recomputable(nn.Module):
+    """A block that with recompute keeps only its inputs for the backward pass and computes the rest again."""
+
+    recompute = False
+
+    def run(self, compute: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+        if self.recompute and self.training and torch.is_grad_enabled():
+            return checkpoint(compute, *inputs, use_reentrant=False)
+        return compute(*inputs)
+
+
+class Block(Recomputable):
     """Pre-norm transformer block: attention, then MLP, each joined to the stream by a Shortcut.
 
-    unfused: never the fused functions. recompute: keep only the input for the backward pass and compute the rest again.
+    unfused: never the fused functions.
     """
 
     unfused = False
-    recompute = False
 
     def __init__(
         self,
@@ -233,9 +243,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         """x (B, N, D) -> (B, N, D); with rows (B, M) only those tokens are computed -> (B, M, D)."""
-        if self.recompute and self.training and torch.is_grad_enabled():
-            return checkpoint(self.compute, x, rows, use_reentrant=False)
-        return self.compute(x, rows)
+        return self.run(self.compute, x, rows)
 
     def compute(self, x: Tensor, rows: Tensor | None) -> Tensor:
         if not self.unfused and fused.covers(self, x):
@@ -255,8 +263,10 @@ class Block(nn.Module):
 def choose_path(model: nn.Module, *, unfused: bool = False, recompute: bool = False) -> None:
     """How all blocks of a model compute in training: plainly instead of fused, with less memory and more time."""
     for module in model.modules():
+        if isinstance(module, Recomputable):
+            module.recompute = recompute
         if isinstance(module, Block):
-            module.unfused, module.recompute = unfused, recompute
+            module.unfused = unfused
 
 
 def give_draws(model: nn.Module, draws: Draws) -> None:

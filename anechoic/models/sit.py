@@ -19,6 +19,7 @@ from anechoic.models.layers import (
     Attention,
     Mlp,
     PatchEmbed,
+    Recomputable,
     check_images,
     label_rows,
     labels_or_null,
@@ -59,7 +60,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return torch.addcmul(shift[:, None], x, 1 + scale[:, None])
 
 
-class ModulatedBlock(nn.Module):
+class ModulatedBlock(Recomputable):
     """x = shortcut(x, gate * f(modulated norm of x)), attention then MLP; shifts, scales and gates come from c."""
 
     def __init__(
@@ -74,6 +75,9 @@ class ModulatedBlock(nn.Module):
         self.shortcut1, self.shortcut2 = shortcuts
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        return self.run(self.compute, x, c)
+
+    def compute(self, x: Tensor, c: Tensor) -> Tensor:
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(F.silu(c)).chunk(6, dim=1)
         x = self.shortcut1(x, gate1[:, None] * self.attn(modulate(self.norm1(x), shift1, scale1)))
         return self.shortcut2(x, gate2[:, None] * self.mlp(modulate(self.norm2(x), shift2, scale2)))

@@ -97,6 +97,8 @@ def check(config: Config) -> None:
             f"The objective counts {theirs} classes and the model {ours}: set num_classes in both objective.options "
             "and model.options to the data's."
         )
+    if config.recompute and config.model.name.startswith("resnet"):
+        raise UserError("Only the blocks of transformers are computed again: set recompute to false.")
     if config.compile and config.shortcut.anneal:
         raise UserError(
             "A compiled network has its alphas built in, so they cannot be annealed: set shortcut.anneal to 0 or "
