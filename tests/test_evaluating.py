@@ -318,6 +318,22 @@ def test_timm_models(tmp_path):
     assert [baseline.name for baseline in baselines(encoder)] == ["untrained", "raw pixels", "constant"]
 
 
+@pytest.mark.parametrize(
+    ("spec", "image_size"),
+    [("hf", 8), ("hf", 32), ("timm:test_vit", 80), ("timm:test_vit", 320), ("timm:resnet18", 32)],
+)
+def test_encoders_of_other_libraries_take_images_of_another_side(vit_mae_folder, spec, image_size):
+    encoder = open_encoder(f"hf:{vit_mae_folder}" if spec == "hf" else f"{spec}:random", image_size=image_size)
+    images = torch.randn(2, 3, image_size, image_size)
+    for network in (encoder.model, encoder.untrained()):
+        assert torch.isfinite(network(images)).all()
+
+
+def test_a_side_that_cuts_patches_is_refused_in_a_sentence():
+    with pytest.raises(UserError, match=r"takes no images of 13 pixels.*--image-size"):
+        open_encoder("timm:test_vit:random", image_size=13)
+
+
 # ---- denoisers
 
 

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from anechoic import build_model
@@ -93,6 +94,22 @@ def compare(model, call, theirs, exported, images, tmp_path):
         theirs.get_submodule(name).eps = eps
     assert largest_difference(reference, call, (images,)) < 1e-5
     assert exported.differences["with an eps per norm"] < 1e-5
+
+
+@pytest.mark.parametrize("size", [(80, 60), (60, 44)])
+def test_other_libraries_prepare_pictures_as_we_do(size, real_images, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is what this test is about")
+    timm = pytest.importorskip("timm", reason="timm is what this test is about")
+    model = network("vit")
+    picture = Image.effect_noise(size, 80).resize(size, reducing_gap=None).convert("RGB")
+    ours = model.preprocess(picture)
+    for to in ("transformers", "timm"):
+        export_model(model, tmp_path / to, to=to, images=real_images)
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "transformers")
+    torch.testing.assert_close(processor(picture, return_tensors="pt")["pixel_values"], ours, rtol=0, atol=1e-5)
+    theirs = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True)
+    config = timm.data.resolve_model_data_config(theirs)
+    assert (config["crop_pct"], config["crop_mode"], config["interpolation"]) == (0.875, "center", "bicubic")
 
 
 def test_one_eps_is_a_real_error_where_the_stream_is_small(real_images, tmp_path):

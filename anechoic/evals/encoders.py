@@ -8,6 +8,7 @@ features depend on the noise, are denoisers.py's.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -107,9 +108,32 @@ def open_encoder(spec: str | Path, *, image_size: int | None = None) -> Encoder:
         encoder = transformers_encoder(rest)
     else:
         encoder = run_encoder(spec)
-    if image_size is None:
-        return encoder
-    return replace(encoder, preprocess=replace(encoder.preprocess, image_size=image_size))
+    return encoder if image_size is None else resized(encoder, image_size)
+
+
+def resized(encoder: Encoder, image_size: int) -> Encoder:
+    """The encoder for images of another side, its positions interpolated where it has a place for each patch."""
+    untrained = encoder.untrained
+    fresh = None if untrained is None else lambda: prepared_for(untrained(), image_size)
+    preprocess = replace(encoder.preprocess, image_size=image_size)
+    try:
+        found = replace(encoder, model=prepared_for(encoder.model, image_size), preprocess=preprocess, untrained=fresh)
+        assert found.widths
+    except UserError:
+        raise
+    except Exception as problem:  # each library refuses a size in its own way
+        raise UserError(
+            f"{encoder.name} takes no images of {image_size} pixels ({reason(problem)}): choose another --image-size, "
+            "such as a multiple of its patches, or leave it out."
+        ) from problem
+    return found
+
+
+def prepared_for(model: nn.Module, image_size: int) -> nn.Module:
+    """timm's transformers are told of the side; the others see it."""
+    if isinstance(model, TimmTransformer):
+        model.model.set_input_size(img_size=image_size)
+    return model
 
 
 def run_encoder(path: str | Path) -> Encoder:
@@ -222,12 +246,20 @@ class TransformersEncoder(nn.Module):
 def call_transformers(model: Any, images: Tensor) -> Any:
     from transformers import ViTMAEModel
 
+    own_side = images.shape[-1] == model.config.image_size
+    other: dict[str, Any] = {} if own_side or not interpolates(model) else {"interpolate_pos_encoding": True}
     if not isinstance(model, ViTMAEModel):
-        return model(pixel_values=images)
+        return model(pixel_values=images, **other)
     # This class shuffles patches by noise even when it drops none: ascending noise leaves them in place.
     side: Any = model.config.patch_size
     patches = (images.shape[2] // side) * (images.shape[3] // side)
-    return model(pixel_values=images, noise=torch.arange(patches, device=images.device).expand(len(images), -1))
+    noise = torch.arange(patches, device=images.device).expand(len(images), -1)
+    return model(pixel_values=images, noise=noise, **other)
+
+
+def interpolates(model: nn.Module) -> bool:
+    """Whether its positions can be asked to fit images of another side; some do so by themselves."""
+    return "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
 
 
 def transformers_encoder(folder: str) -> Encoder:

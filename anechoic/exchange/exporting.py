@@ -26,7 +26,7 @@ from anechoic.exchange.opened import open_with, set_eps
 from anechoic.models import build
 from anechoic.models.mae import MaskedAutoencoder
 from anechoic.models.network import MARKS
-from anechoic.models.preprocess import Preprocess
+from anechoic.models.preprocess import MARGIN, Preprocess
 from anechoic.models.sit import SiT
 from anechoic.models.uvit import UViT
 from anechoic.models.vit import VisionTransformer, ViTConfig
@@ -249,6 +249,9 @@ def to_timm(model: Any, folder: Path, images: Tensor) -> Exported:
             "input_size": [channels, height, width],
             "mean": list(how.mean),
             "std": list(how.std),
+            "interpolation": "bicubic",
+            "crop_mode": "center",
+            "crop_pct": 1 / MARGIN,
             "num_classes": arguments["num_classes"],
             "first_conv": "patch_embed.proj",
             "classifier": "head",
@@ -315,10 +318,14 @@ def transformers_settings(config: ViTConfig, eps: float) -> dict[str, Any]:
 
 
 def transformers_processor(how: Preprocess) -> dict[str, Any]:
+    """The processor that resizes the shorter side and cuts the middle; ViT's own would squeeze images into a square."""
     return {
-        "image_processor_type": "ViTImageProcessor",
+        "image_processor_type": "BitImageProcessor",
+        "do_convert_rgb": how.channels == 3,
         "do_resize": True,
-        "size": {"height": how.image_size, "width": how.image_size},
+        "size": {"shortest_edge": round(how.image_size * MARGIN)},
+        "do_center_crop": True,
+        "crop_size": {"height": how.image_size, "width": how.image_size},
         "resample": 3,
         "do_rescale": True,
         "rescale_factor": 1 / 255,
