@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from anechoic.api.planning import budget_of
 from anechoic.cli import main
 from anechoic.recipes import recipe
 from anechoic.train.plan import DEVICES, memory_by_part, passes_of, plan
@@ -155,6 +156,14 @@ def test_the_verb_plan(capsys) -> None:
     assert main(["plan", "mae_in100", "--gpus", "4", "--gpu", "t4", "--batch-size", "4096"]) == 0
     assert "--accumulate" in capsys.readouterr().out
     assert main(["plan", "mae_in_100"]) == 2
+
+
+def test_an_epoch_of_latents_is_of_images_and_mirror_images():
+    """700 passes over twice ImageNet's images are the 1400 epochs that the recipe's docstring names."""
+    config = recipe("sit_xl_in1k_latent")
+    assert budget_of(config, "sit_xl_in1k_latent", None) == 1400 * 1_281_167
+    assert budget_of(config, "sit_xl_in1k_latent", 1000) == 1400 * 1000
+    assert budget_of(recipe("mae_in1k"), "mae_in1k", 1000) == 800 * 1000
 
 
 # ---- doctor

@@ -99,7 +99,8 @@ def budget_of(config: Config, recipe: str, images: int | None) -> int:
     images = images or next((count for name, count in IMAGES.items() if name in recipe), None)
     if images is None or config.optim.epochs is None:
         raise UserError(f"{recipe} counts epochs, and its name does not tell the data: give the number of --images.")
-    return int(config.optim.epochs * images)
+    # An epoch of latents visits every image and its mirror image.
+    return int(config.optim.epochs * images * (2 if "latent" in recipe else 1))
 
 
 def remedy(config: Config, passes: Any, *, gpus: int, device: Any, fsdp: bool) -> str:
