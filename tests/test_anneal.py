@@ -1,14 +1,19 @@
 """Alpha that falls from 1 to its value over the first part of training."""
 
 import json
+from dataclasses import replace
 
 import pytest
+from zoo import ZOO, make
 
+import anechoic
 from anechoic.config import Config, DataConfig, ModelConfig, MonitorConfig, OptimConfig, SaveConfig, ShortcutConfig
 from anechoic.errors import UserError
 from anechoic.models import build_model
+from anechoic.runtime.checkpoint import path_of
 from anechoic.runtime.run import read_metrics
 from anechoic.shortcut import Annealing, Shortcut
+from anechoic.train.build import check
 from anechoic.train.engine import fit
 
 SMALL = {"patch_size": 2, "dim": 16, "depth": 2, "num_heads": 2, "decoder_dim": 16, "decoder_depth": 1}
@@ -78,3 +83,33 @@ def test_a_stopped_run_anneals_on_as_if_it_had_not_been_stopped(tmp_path):
 def test_a_learnable_alpha_is_not_annealed():
     with pytest.raises(UserError, match="learnable"):
         Annealing([Shortcut(0.5, learnable=True)], share=0.5)
+
+
+@pytest.mark.parametrize("form", ["identity", "attention"])
+def test_a_checkpoint_on_the_way_is_opened_with_the_alphas_it_was_trained_with(tmp_path, form):
+    fit(replace(config(anneal=0.5, form=form), optim=OptimConfig(batch_size=16, samples=160, ema=0.9)), tmp_path)
+    ends = anechoic.load(tmp_path).stream().shortcuts
+    assert ends[-1 if form == "identity" else -2].factors[0] < 0.7
+    # Half of the training is annealed: 80 of 160 samples.
+    for seen in (32, 64, 96, 160):
+        opened = anechoic.load(path_of(tmp_path / "checkpoints", seen)).stream().shortcuts
+        part = min(1, seen / 80)
+        expected = [1 + (end.factors[0] - 1) * part for end in ends]
+        assert [shortcut.factors[0] for shortcut in opened] == pytest.approx(expected)
+    last, model = (
+        json.loads((folder / "config.json").read_text())["config"]
+        for folder in (path_of(tmp_path / "checkpoints", 160), tmp_path / "model")
+    )
+    assert last == model
+    assert last["schedule"] == "linear"
+
+
+def test_factors_that_are_fixed_are_not_annealed():
+    with pytest.raises(UserError, match="fixed factors"):
+        check(replace(config(), shortcut=ShortcutConfig(form="both", anneal=0.5)))
+
+
+@pytest.mark.parametrize("case", ZOO)
+def test_every_network_tells_its_alphas_in_the_order_of_its_config(case):
+    model = make(case, alpha_min=0.6)
+    assert [shortcut.factors for shortcut in model.stream().shortcuts] == model.config.factors

@@ -104,6 +104,8 @@ def check(config: Config) -> None:
             "A compiled network has its alphas built in, so they cannot be annealed: set shortcut.anneal to 0 or "
             "compile to false."
         )
+    if config.shortcut.form == "both" and config.shortcut.anneal:
+        raise UserError("The form 'both' has fixed factors, which are not annealed: set shortcut.anneal to 0.")
     if config.fsdp and config.compile:
         raise UserError("A compiled network is not shared out over processes: set fsdp or compile to false.")
     if config.fsdp and config.shortcut.form == "learnable":

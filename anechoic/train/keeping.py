@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from anechoic.config import Config
+from anechoic.models.network import Network
 from anechoic.runtime import checkpoint
 from anechoic.runtime.distributed import World
 from anechoic.runtime.run import Run
@@ -35,7 +36,7 @@ class Keeper:
         config: Config,
         *,
         folder: Path,
-        model: nn.Module,
+        model: Network,
         optimizer: torch.optim.Optimizer,
         average: AveragedWeights | None,
         card: Mapping[str, Any],
@@ -52,11 +53,34 @@ class Keeper:
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
         """File name without suffix, or first part of names -> its tensors."""
-        moved = checkpoint.optimizer_tensors(self.optimizer)
-        tensors: dict[str, Mapping[str, Tensor]] = {"model": self.model.state_dict(), "optimizer": moved}
+        moved, marks = checkpoint.optimizer_tensors(self.optimizer), self.marks()
+        tensors: dict[str, Mapping[str, Tensor]] = {
+            "model": {**self.model.state_dict(), **marks},
+            "optimizer": moved,
+        }
         if self.average is not None:
-            tensors["ema"] = self.average.tensors
+            tensors["ema"] = {**self.average.tensors, **marks}
         return tensors
+
+    def alphas(self) -> list[float] | None:
+        """Those of this moment, as long as they are annealed; None once they are the architecture's."""
+        if not self.config.shortcut.anneal:
+            return None
+        now = [shortcut.factors[0] for shortcut in self.model.stream().shortcuts]
+        return None if now == [alpha for alpha, _ in self.model.config.factors] else now
+
+    def marks(self) -> dict[str, Tensor]:
+        """What marks the weights of this moment, if it is not what marks the network."""
+        alphas = self.alphas()
+        if alphas is None:
+            return {}
+        own = self.model.state_dict().items()
+        return {name: torch.tensor(alphas).to(value) for name, value in own if name.rpartition(".")[2] == "alphas"}
+
+    def card_of_now(self) -> Mapping[str, Any]:
+        """So that whoever opens the checkpoint gets the network that these weights were trained in."""
+        alphas = self.alphas()
+        return self.card if alphas is None else {**self.card, "config": {**self.card["config"], "schedule": alphas}}
 
     def restore(self, path: Path) -> None:
         """Go on from a checkpoint of any number of processes, shared out or not."""
@@ -65,6 +89,8 @@ class Keeper:
             return
         own = self.model.state_dict()
         tensors = checkpoint.read_tensors(path, "model")
+        if self.config.shortcut.anneal:  # they are a function of progress, and marked as they were then
+            tensors |= {name: value for name, value in own.items() if name.rpartition(".")[2] == "alphas"}
         self.model.load_state_dict({name: placed(value, own.get(name, value)) for name, value in tensors.items()})
         checkpoint.restore_optimizer(self.optimizer, checkpoint.read_tensors(path, "optimizer"))
         if self.average is not None:
@@ -85,11 +111,12 @@ class Keeper:
         """
         if self.writer is None:
             return self.run is None or self._save_whole(seen, state)
+        card = self.card_of_now()  # while it is written the alphas move on
         self.writer.start(
             checkpoint.path_of(self.folder, seen),
             flat(self.tensors()),
             before=lambda: self.run.flush() if self.run is not None else None,
-            finish=lambda temporary: checkpoint.seal(temporary, seen=seen, card=self.card, state=state),
+            finish=lambda temporary: checkpoint.seal(temporary, seen=seen, card=card, state=state),
             after=self._prune,
             failed=lambda problem: not_saved(seen, problem),
         )
@@ -99,7 +126,7 @@ class Keeper:
         assert self.run is not None
         try:
             self.run.flush()
-            checkpoint.save(self.folder, seen=seen, tensors=self.tensors(), card=self.card, state=state)
+            checkpoint.save(self.folder, seen=seen, tensors=self.tensors(), card=self.card_of_now(), state=state)
             self._prune()
         except OSError as problem:
             not_saved(seen, problem)
