@@ -14,7 +14,7 @@ from sklearn.metrics import silhouette_score
 
 from anechoic.errors import UserError
 from anechoic.evals import analysis
-from anechoic.evals.analysis import effective_rank, linear_cka, mean_cosine, pearson
+from anechoic.evals.analysis import doubled, effective_rank, exact_device, linear_cka, mean_cosine, pearson
 
 
 def centred_with_spectrum(energies, n, centre, seed=0):
@@ -189,3 +189,9 @@ def test_eigenvector_colours_are_scaled_left_singular_vectors():
     assert torch.equal(rgb, analysis.eigenvector_colours(cells))
     with pytest.raises(UserError, match="singular vectors 6 to 8"):
         analysis.eigenvector_colours(cells, first=6)
+
+
+def test_what_needs_double_precision_leaves_a_device_without_it():
+    assert exact_device(torch.device("mps")) == torch.device("cpu")
+    assert exact_device(torch.device("cuda", 1)) == torch.device("cuda", 1)
+    assert doubled(torch.ones(2, 3)).dtype == torch.float64

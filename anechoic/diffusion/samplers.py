@@ -253,7 +253,7 @@ def dopri5(velocity: Denoiser, x: Tensor, *, times: Tensor, atol: float = 1e-6, 
     ends = times[[0, -1]].to(x)
 
     def slope(t: Tensor, x: Tensor) -> Tensor:
-        return velocity(x, t.to(torch.float64))
+        return velocity(x, t.cpu().to(torch.float64))  # as other samplers give it
 
     # Without step_t the solver would step over the end, where no network was trained, and interpolate back.
     options = {"step_t": ends[1:]}

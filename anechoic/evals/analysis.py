@@ -62,12 +62,22 @@ def as_tensor(array: np.ndarray | Tensor) -> Tensor:
     return torch.as_tensor(array)
 
 
+def doubled(x: Tensor) -> Tensor:
+    """In double precision, on its device or, where that has none, on the processor."""
+    return x.to(exact_device(x.device)).double()
+
+
+def exact_device(device: torch.device) -> torch.device:
+    """Where vectors of this device can be computed with in double precision: Apple's accelerator has none."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
 def as_matrix(features: np.ndarray | Tensor) -> Tensor:
-    """(n, d) in float64 on the features' device; empty, misshapen or non-finite features are refused."""
+    """(n, d) in float64; empty, misshapen or non-finite features are refused."""
     z = as_tensor(features)
     if z.ndim != 2 or z.numel() == 0:
         raise UserError(f"Features must be a non-empty matrix (samples, channels); got the shape {tuple(z.shape)}.")
-    z = z.double()
+    z = doubled(z)
     if not torch.isfinite(z).all():
         raise NotFiniteError(
             "The features contain NaN or infinity: the weights are damaged, so use an earlier checkpoint."
@@ -159,7 +169,7 @@ def eigenvector_colours(cells: Tensor, *, first: int = 0) -> Tensor:
     n, h, w, C = cells.shape
     if first + 3 > C:
         raise UserError(f"{C} channels have no singular vectors {first} to {first + 2}; choose a smaller first.")
-    flat = torch.nn.functional.normalize(cells.reshape(-1, C).double(), dim=1)
+    flat = torch.nn.functional.normalize(doubled(cells.reshape(-1, C)), dim=1)
     # u = X v / s; the scale s disappears in the min-max below, and v comes from the small C x C product.
     _, directions = torch.linalg.eigh(flat.T @ flat)
     u = flat @ directions.flip(1)[:, first : first + 3]

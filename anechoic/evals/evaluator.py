@@ -18,6 +18,7 @@ import torch
 
 from anechoic.config import Count, Positive, Section, Share, Whole
 from anechoic.errors import UserError, nearest_name
+from anechoic.evals.analysis import exact_device
 from anechoic.evals.denoisers import Denoiser, NoisyEncoder
 from anechoic.evals.encoders import Encoder
 from anechoic.evals.feature_cache import Features, features_of, pick_device, usable_poolings
@@ -125,6 +126,11 @@ class Subject:
         """Of the tested features."""
         assert self.test is not None
         return None if self.labelled.test_labels is None else self.labelled.test_labels[self.test.ids]
+
+    @property
+    def measuring(self) -> torch.device:
+        """Where vectors are compared: on the network's device, if that is exact enough."""
+        return exact_device(self.device)
 
     def split(self) -> Split:
         """Both parts with labels; of a single source the share `holdout` is tested."""

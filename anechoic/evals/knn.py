@@ -317,9 +317,9 @@ def _votes(subject: Subject, name: str, rescale: Callable[[Any, Any], tuple[Any,
     for key, train in split.train.items():
         train, test = rescale(train, split.test[key])
         found = knn_accuracy(
-            as_tensor(train).to(subject.device),
+            as_tensor(train).to(subject.measuring),
             split.train_labels,
-            as_tensor(test).to(subject.device),
+            as_tensor(test).to(subject.measuring),
             split.test_labels,
             ks=ks,
             temperature=subject.spec.temperature,

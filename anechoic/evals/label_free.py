@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from anechoic.data import Augment, Source, Subset
+from anechoic.evals.analysis import doubled
 from anechoic.evals.encoders import Encoder
 from anechoic.evals.feature_cache import batches
 from anechoic.evals.features import Key, evaluating, extract_batches
@@ -115,4 +116,4 @@ def reconstruction_metric(subject: Subject) -> dict[str, float]:
 def targets(patches: Tensor, mask: Tensor, *, normalised: bool) -> Tensor:
     """What the autoencoder is to predict: the hidden ones (M, P) of all patches (B, N, P), in double precision."""
     hidden = patches[mask.bool()]
-    return (normalise_patches(hidden) if normalised else hidden).double()
+    return doubled(normalise_patches(hidden) if normalised else hidden)

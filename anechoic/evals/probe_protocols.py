@@ -47,7 +47,7 @@ def fitted_rows(split: Split, subject: Subject) -> Rows:
 def logistic_rows(split: Split, subject: Subject) -> Rows:
     rows: Rows = {}
     for key, vectors in split.train.items():
-        train, test = (as_tensor(x).to(subject.device) for x in (vectors, split.test[key]))
+        train, test = (as_tensor(x).to(subject.measuring) for x in (vectors, split.test[key]))
         found = logistic_probe(train, split.train_labels, test, split.test_labels, seed=subject.spec.seed)
         held_out = {f"{regulariser:.3g}": accuracy for regulariser, accuracy in found.held_out.items()}
         rows[key] = {"probe": found.accuracy, "regulariser": found.regulariser, "held_out": held_out}

@@ -133,7 +133,7 @@ def _retrieval(subject: Subject, scaling: Scaling) -> dict[Key, dict[str, Any]]:
     things, styles = (facet(subject, name) for name in ("thing", "style"))
     name = "retrieval" if scaling == "raw" else f"retrieval_{scaling}"
     return {
-        key: {name: retrieval_accuracy(rescaled(as_tensor(x).to(subject.device), scaling), things, styles)}
+        key: {name: retrieval_accuracy(rescaled(as_tensor(x).to(subject.measuring), scaling), things, styles)}
         for key, x in subject.sets.items()
     }
 
@@ -143,7 +143,7 @@ def group_metric(subject: Subject) -> dict[Key, dict[str, Any]]:
     groups, things, styles = (facet(subject, name) for name in ("group", "thing", "style"))
     k = (subject.spec.neighbours or (NEIGHBOURS,))[0]
     return {
-        key: {"group_vote": group_accuracy(as_tensor(features).to(subject.device), groups, things, styles, k=k)}
+        key: {"group_vote": group_accuracy(as_tensor(features).to(subject.measuring), groups, things, styles, k=k)}
         for key, features in subject.sets.items()
     }
 
