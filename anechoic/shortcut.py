@@ -236,7 +236,7 @@ def shortcut_factors(
     return [(alpha, 1.0) for alpha in alphas]
 
 
-# ---- the residual stream of a model, told in execution order (surgery.py reads it)
+# ---- the residual stream of a model, told in execution order (anechoic.surgery reads it)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What a network computes inside: the stream after every block, pooled to one vector per image, and its branches.
 
-The only place with forward hooks. It does not decode images, evaluate features or know families: a model is anything
+It does not decode images, evaluate features or know families: a model is anything
 with `blocks` in execution order and `num_prefix_tokens`. Layers are counted like hidden states: layer 0 is the input of
 the first block (the embedding), layer k the output of the k-th block; if the model ends with a norm, the tokens behind
 it are one more layer; -1 is the last.

@@ -35,7 +35,7 @@ FORMAT = "anechoic-feature-statistics-1"
 class Statistics:
     """Of n feature vectors: their mean (D,), scatter sum((f - mean)(f - mean)^T) (D, D), and the first of them.
 
-    Double precision. `receipt` says where they come from: the extractor, and what is known of the images.
+    Double precision. `extractor` and `images` say where they come from.
     """
 
     count: int

@@ -200,21 +200,6 @@ def draw_sheet(
 
 
 @styled
-def draw_curves(
-    curves: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]], path: str | Path, *, xlabel: str
-) -> list[Path]:
-    """panel -> line -> (x, y): measures over anything, such as losses over samples seen."""
-    figure, axes = panels(1, len(curves), width=4.0, height=2.6)
-    for axis, (measure, lines) in zip(axes[0], curves.items(), strict=True):
-        for i, (name, (x, y)) in enumerate(lines.items()):
-            few = max(1, len(x) // 10)
-            axis.plot(x, y, **line_style(i), markevery=few, label=name)
-        axis.set(xlabel=xlabel, title=measure)
-    axes[0, 0].legend()
-    return save(figure, path)
-
-
-@styled
 def draw_dynamics(found: Mapping[str, Sequence[Mapping[str, Any]]], path: str | Path) -> list[Path]:
     """Rank, accuracy and their correlation across runs, over samples seen (Figure 5)."""
     points, correlations = found["points"], found["correlations"]

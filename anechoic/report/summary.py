@@ -18,7 +18,7 @@ from anechoic.report.runs import RunOnDisk, curves, encoder_of, facts, images_fo
 
 # Settings in which runs of one arm may differ: they change no distribution that anybody asks about.
 NOT_THE_ARM = ("seed", "devices", "threads", "data.workers", "compile", "recompute", "unfused", "recipe")
-# What arms are compared by: where it is found in a run's summary, and whether more is better.
+# What arms are compared by: name in a run's summary -> title.
 MEASURES = {
     "held_out_loss": "held-out loss",
     "crop_retrieval": "crop retrieval (%)",
