@@ -31,6 +31,7 @@ from anechoic.data.source import readable, unsettled
 from anechoic.errors import UserError
 from anechoic.evals.encoders import Encoder
 from anechoic.evals.features import Key, Pooling, choose_layers, extract_batches
+from anechoic.runtime.distributed import current_device
 from anechoic.runtime.files import (
     read_json,
     remove,
@@ -60,13 +61,12 @@ class Features:
 
 def pick_device(device: str) -> torch.device:
     """The device of this name; "auto" is an accelerator if there is one."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device == "auto":
-        return accelerator or torch.device("cpu")
+        return current_device()
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"There is no device {device!r} here; choose {accelerator or 'cpu'} or auto.") from error
+        raise UserError(f"There is no device {device!r} here; choose {current_device()} or auto.") from error
 
 
 def features_of(
