@@ -14,6 +14,7 @@ from anechoic import Shortcut, build_model
 from anechoic.api.catalogue import models
 from anechoic.models import MODELS, build, from_json, to_json
 from anechoic.models.layers import Block, patchify, unpatchify
+from anechoic.models.sit import ModulatedBlock
 
 LATENT = {"in_channels": 4}
 
@@ -338,6 +339,38 @@ def test_weights_of_other_shortcuts_are_refused_before_anything_is_written(case)
         decayed.load_state_dict(other.state_dict())
     # Half precision rounds the marks, and the weights still belong.
     decayed.load_state_dict({k: v.bfloat16() for k, v in decayed.state_dict().items()})
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=["autocast", "weights that arrive rounded"])
+@pytest.mark.parametrize("case", ["vit-learned", "mae", "mae-without-skips", "uvit", "sit"])
+def test_branches_are_summed_in_float32_whatever_products_are_rounded_to(case, weights):
+    """As sharded weights do on accelerators, those outside of blocks come rounded for the forward pass.
+
+    On processors a norm wants weights as precise as its input.
+    """
+    model = make(case)
+    for name, parameter in model.named_parameters():
+        if not any(part in name for part in ("blocks", "mid_block", "norm")):
+            parameter.data = parameter.data.to(weights)
+    seen = []
+    for block in (module for module in model.modules() if isinstance(module, Block | ModulatedBlock)):
+        block.register_forward_hook(lambda block, given, out: seen.extend((given[0].dtype, out.dtype)))
+    given = inputs(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        model(*given)
+    assert set(seen) == {torch.float32}
+
+
+@pytest.mark.parametrize("case", ["vit-learned", "mae", "uvit", "sit"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_network_in_another_precision_stays_in_it(case, dtype):
+    model = make(case).to(dtype)
+    (block, *_) = (module for module in model.modules() if isinstance(module, Block | ModulatedBlock))
+    seen = []
+    block.register_forward_hook(lambda block, given, out: seen.append(out.dtype))
+    with torch.no_grad():
+        outputs(model, *inputs(model, dtype=dtype))
+    assert seen == [dtype]
 
 
 def test_every_meeting_of_branches_is_a_shortcut():

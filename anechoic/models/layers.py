@@ -68,6 +68,14 @@ def take(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
 
 
+def as_precise_as(stream: Tensor, given: Tensor) -> Tensor:
+    """The start of a residual stream, at least in the precision of what the network was given.
+
+    Under autocast, or where weights come rounded (sharding.py), products are rounded; the sum of all branches is not.
+    """
+    return stream.to(torch.promote_types(stream.dtype, given.dtype))
+
+
 class PatchEmbed(nn.Module):
     """The linear map of a patch, its weight kept in a convolution's shape (D, C, p, p) as ViT checkpoints have it."""
 

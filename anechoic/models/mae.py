@@ -21,6 +21,7 @@ from anechoic.errors import UserError
 from anechoic.models.layers import (
     Block,
     Gelu,
+    as_precise_as,
     check_gelu,
     check_images,
     patchify,
@@ -306,6 +307,7 @@ class MaskedAutoencoder(Network):
             positions = sincos_positions(self.config.decoder_dim, grid)[None].to(positions)
         if self.config.skips:
             start = self.decoder_embed(torch.cat([self.decoder_class_token, positions], dim=1))
+            start = as_precise_as(start, positions)
             x = start.expand(B, -1, -1) if tokens is None else start[0][tokens]
         else:
             heard = torch.cat([self.decoder_embed(taps[0]), self.mask_token.expand(B, -1, -1)], dim=1)

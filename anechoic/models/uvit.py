@@ -18,6 +18,7 @@ from anechoic.errors import UserError
 from anechoic.models.layers import (
     Block,
     PatchEmbed,
+    as_precise_as,
     check_images,
     label_rows,
     labels_or_null,
@@ -63,7 +64,7 @@ class OutBlock(Block):
         self.skip_linear = nn.Linear(2 * dim, dim)
 
     def forward(self, x: Tensor, skip: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(self.skip_linear(torch.cat([x, skip], dim=-1)))
+        return super().forward(as_precise_as(self.skip_linear(torch.cat([x, skip], dim=-1)), x))
 
 
 class UViT(Network):
@@ -141,7 +142,7 @@ class UViT(Network):
         if rows is not None:
             assert self.label_embed is not None
             tokens.insert(0, self.label_embed(rows)[:, None])
-        return torch.cat(tokens, dim=1) + self.positions
+        return as_precise_as(torch.cat(tokens, dim=1) + self.positions, x)
 
     def norms(self) -> list[nn.LayerNorm]:
         inner: list[nn.LayerNorm] = [norm for block in self.blocks for norm in (block.norm1, block.norm2)]

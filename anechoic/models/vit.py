@@ -20,6 +20,7 @@ from anechoic.models.layers import (
     Block,
     Gelu,
     PatchEmbed,
+    as_precise_as,
     check_gelu,
     check_images,
     patchify,
@@ -140,7 +141,7 @@ class VisionTransformer(Network):
             of_patches = of_patches[keep]
         x = torch.add(self.patch_embed(patches), of_patches, alpha=self.position_scale)
         start = self.class_token if of_class is None else self.class_token + of_class
-        return torch.cat([start.expand(x.shape[0], -1, -1), x], dim=1)
+        return as_precise_as(torch.cat([start.expand(x.shape[0], -1, -1), x], dim=1), patches)
 
     def positions_for(self, grid: tuple[int, int]) -> tuple[Tensor | None, Tensor]:
         """Positions of the class token (None if it has none) and of the patches (N, D), for any grid."""
