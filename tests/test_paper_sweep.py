@@ -12,6 +12,7 @@ import pytest
 
 from anechoic.config import Config, DataConfig, ModelConfig, MonitorConfig, OptimConfig, SaveConfig, ShortcutConfig
 from anechoic.errors import UserError
+from anechoic.paper import sweep as sweep_room
 from anechoic.paper.sweep import (
     ATTEMPTS,
     OVERHEAD_SECONDS,
@@ -267,6 +268,19 @@ def test_a_terminated_sweep_goes_on_and_ends_with_the_same_numbers(tmp_path):
 
 
 # ---- how long it takes
+
+
+def test_with_accelerators_each_trial_sees_one(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(sweep_room, "available_cores", lambda: list(range(8)))
+    assert sweep_room.cores_for(None) == list(range(8))
+    assert "CUDA_VISIBLE_DEVICES" not in sweep_room.surroundings(0)
+    monkeypatch.setattr(sweep_room, "accelerators", lambda: 2)
+    assert sweep_room.cores_for(None) == [0, 1]
+    assert sweep_room.cores_for(4) == [0, 1, 2, 3]
+    assert [sweep_room.surroundings(place)["CUDA_VISIBLE_DEVICES"] for place in range(4)] == ["0", "1", "0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    assert [sweep_room.surroundings(place)["CUDA_VISIBLE_DEVICES"] for place in range(3)] == ["5", "7", "5"]
 
 
 def test_the_work_of_a_vision_transformer_in_closed_form():

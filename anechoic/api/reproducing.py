@@ -243,7 +243,7 @@ def with_samples(config: Any, root: Path) -> Any:
 
 def planned(trials: Sequence[Trial], folders: Folders, jobs: int | None, *, accelerator: bool = False) -> Outcome:
     """The trials with their estimated time, and which are done."""
-    from anechoic.paper.sweep import available_cores, duration, estimates, training_flops
+    from anechoic.paper.sweep import cores_for, duration, estimates, training_flops
     from anechoic.paper.tables import line
     from anechoic.paper.trial import finished
 
@@ -258,7 +258,7 @@ def planned(trials: Sequence[Trial], folders: Folders, jobs: int | None, *, acce
             left += 0.0 if done else seconds[trial.name]
         rows.append(line([trial.name, f"{trial.config.optim.samples or 0:,}", cost, "done" if done else "to run"]))
     head = [line(["run", "samples", "exaFLOP" if accelerator else "one core", "state"]), line(["---"] * 4)]
-    cores = len(available_cores()[:jobs])
+    cores = len(cores_for(jobs))
     total = (
         f"\nAbout {duration(left / cores)} on {cores} core{'s' if cores > 1 else ''} for what is to run."
         if left

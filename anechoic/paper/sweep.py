@@ -24,6 +24,7 @@ from anechoic.config import Config, from_json, settings, to_json
 from anechoic.errors import UserError
 from anechoic.paper.trial import EvalPlan, Trial, clean, finished, last_seen, trial_from_json
 from anechoic.runtime.children import Children
+from anechoic.runtime.distributed import accelerators
 from anechoic.runtime.files import make_folder, read_json, write_json
 
 ATTEMPTS = 2
@@ -127,7 +128,7 @@ def sweep(
         raise UserError("Two trials of this sweep have the same name: vary something that tells them apart.")
     progress = Progress(skipped=[trial.name for trial in trials if finished(trial, folders.record(trial))])
     waiting = [trial for trial in trials if trial.name not in progress.skipped]
-    cores = available_cores()[: jobs or None]
+    cores = cores_for(jobs)
     table = Table(
         trials, folders, progress, out or sys.stderr, estimates=estimates(trials, folders), jobs=max(1, len(cores))
     )
@@ -149,7 +150,8 @@ def sweep(
             free = [core for core in cores if core not in {job.core for job in running}]
             for core in free:
                 if waiting:
-                    running.append(start(waiting.pop(0), folders, core, children, pinned=pinned))
+                    place = cores.index(core) if pinned else None
+                    running.append(start(waiting.pop(0), folders, core, children, place=place))
             table.draw(running)
             time.sleep(POLL)
     table.draw(running, last=True)
@@ -162,8 +164,21 @@ def available_cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def start(trial: Trial, folders: Folders, core: int, children: Children, *, pinned: bool) -> Job:
-    """A process for one trial, pinned to a core where the system can."""
+def cores_for(jobs: int | None) -> list[int]:
+    """One for each of the trials that run side by side: as many as cores, or as accelerators where there are some."""
+    return available_cores()[: jobs or accelerators() or None]
+
+
+def surroundings(place: int) -> dict[str, str]:
+    """Environment of the trial at this place among those that run: one thread, and one of CUDA's accelerators."""
+    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = given.split(",") if given else [str(index) for index in range(accelerators())]
+    return threads | ({"CUDA_VISIBLE_DEVICES": devices[place % len(devices)]} if devices else {})
+
+
+def start(trial: Trial, folders: Folders, core: int, children: Children, *, place: int | None) -> Job:
+    """A process for one trial; one with a place among others is pinned to its core where the system can."""
     run_dir = folders.run(trial)
     run_dir.mkdir(parents=True, exist_ok=True)
     description = run_dir / "trial.json"
@@ -171,12 +186,12 @@ def start(trial: Trial, folders: Folders, core: int, children: Children, *, pinn
         shutil.rmtree(run_dir / "run", ignore_errors=True)
     write_json(description, trial.to_json())
     arguments = [str(path) for path in (description, run_dir / "run", folders.record(trial), folders.data)]
-    environment = {**os.environ, **({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if pinned else {})}
+    environment = {**os.environ, **({} if place is None else surroundings(place))}
     with open(run_dir / "log.txt", "a") as log:
         process = children.start(
             [sys.executable, "-m", "anechoic.paper.trial", *arguments], stdout=log, stderr=log, env=environment
         )
-    if pinned and hasattr(os, "sched_setaffinity"):
+    if place is not None and hasattr(os, "sched_setaffinity"):
         with contextlib.suppress(ProcessLookupError):  # it may have failed already
             os.sched_setaffinity(process.pid, {core})
     return Job(trial, process, core, time.perf_counter())
