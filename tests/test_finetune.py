@@ -173,6 +173,24 @@ def test_the_objective_augments_in_training_only():
         make_objective("finetuning", num_classes=3, erase=2.0)
 
 
+def test_augmented_images_are_as_sharp_under_autocast():
+    preprocess = Preprocess((0.5,) * 3, (0.25,) * 3, 64, 3)
+    objective = make_objective("finetuning", preprocess=preprocess, num_classes=2, mixup=0.0, cutmix=0.0)
+    images = preprocess.apply(torch.from_numpy(pixels(16, side=64)))
+    labels, ids = torch.zeros(16, dtype=torch.long), torch.arange(16)
+    given = []
+
+    class Listening(torch.nn.Module):
+        def forward(self, x):
+            given.append(x)
+            return torch.zeros(len(x), 2)
+
+    for rounded in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=rounded):
+            objective(Listening().train(), Samples(images, labels), Draws(0, ids, ids))
+    assert torch.equal(*given)
+
+
 def test_how_images_are_normalised_is_said_once():
     """The objective undoes the data's own mean and std, so no second pair can differ from it."""
     config = recipe("finetune_base_in1k")

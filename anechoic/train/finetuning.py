@@ -261,7 +261,10 @@ def finetuning(
             accuracy = (logits.argmax(dim=1) == batch.labels).float().mean()
             return {"loss": F.cross_entropy(logits, batch.labels), "accuracy": accuracy}
         targets = smooth_labels(batch.labels, num_classes, smoothing)
-        images, targets = mix(augmented(batch.images, draws), targets, draws, mixup=mixup, cutmix=cutmix, switch=switch)
+        # The places of pixels are too fine for bfloat16, which would move them by up to half of one at 224 pixels.
+        with torch.autocast(batch.images.device.type, enabled=False):
+            images = augmented(batch.images, draws)
+        images, targets = mix(images, targets, draws, mixup=mixup, cutmix=cutmix, switch=switch)
         return {"loss": F.cross_entropy(model(images), targets)}
 
     return loss
