@@ -73,7 +73,8 @@ def as_precise_as(stream: Tensor, given: Tensor) -> Tensor:
 
     Under autocast, or where weights come rounded (sharding.py), products are rounded; the sum of all branches is not.
     """
-    return stream.to(torch.promote_types(stream.dtype, given.dtype))
+    wanted = torch.promote_types(stream.dtype, given.dtype)
+    return stream if stream.dtype == wanted else stream.to(wanted)  # no cast in an exported graph
 
 
 class PatchEmbed(nn.Module):
