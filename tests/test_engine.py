@@ -29,7 +29,8 @@ from anechoic.data import open_source
 from anechoic.data.loader import permutation
 from anechoic.data.split import hold_out
 from anechoic.errors import UserError
-from anechoic.models import build_model
+from anechoic.models import build_model, model_config
+from anechoic.models.flops import forward_flops
 from anechoic.models.preprocess import Preprocess
 from anechoic.rng import Draws
 from anechoic.runtime import checkpoint
@@ -505,3 +506,21 @@ def test_a_resnet_has_no_blocks_to_compute_again():
     check(config)
     with pytest.raises(UserError, match="set recompute to false"):
         check(replace(config, recompute=True))
+
+
+@pytest.mark.parametrize("name", ["uvit_small", "sit_s_patch2"])
+def test_a_denoiser_without_a_null_label_is_watched_by_its_loss(tmp_path, name):
+    options = {**SMALL, "num_classes": 10, "label_dropout": 0.0}
+    config = tiny_config(
+        steps=1,
+        model=ModelConfig(name, options),
+        data=DataConfig(source="digits", image_size=8, channels=1, holdout=64, labels=True),
+        objective=ObjectiveConfig("noise_prediction"),
+    )
+    fit(config, tmp_path)
+    looks = [record for record in read_metrics(tmp_path) if record["kind"] == "validation"]
+    assert [record["seen"] for record in looks] == [0, BATCH]
+    assert all(record["held_out_loss"] > 0 for record in looks)
+    assert forward_flops(model_config(name, image_size=8, **options)) > 0
+    with pytest.raises(UserError, match="k-NN"):
+        check(replace(config, monitor=replace(config.monitor, knn=100)))

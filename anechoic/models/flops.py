@@ -10,9 +10,11 @@ from functools import cache
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from anechoic.models import build, family_of
+from anechoic.models import build
 from anechoic.models.mae import MAEConfig, skip_sources
 from anechoic.models.network import NetworkConfig
+from anechoic.models.sit import SiTConfig
+from anechoic.models.uvit import UViTConfig
 
 
 def forward_flops(config: NetworkConfig) -> float:
@@ -26,10 +28,12 @@ def counted_flops(config: NetworkConfig) -> float:
     with torch.device("meta"):
         model = build(config).train()
         image = torch.zeros(1, config.in_channels, *config.size)
-        times = [torch.zeros(1)] if family_of(config) in ("uvit", "sit") else []
+        told = [torch.zeros(1)] if isinstance(config, UViTConfig | SiTConfig) else []
+        if isinstance(config, UViTConfig | SiTConfig) and config.num_classes is not None:
+            told.append(torch.zeros(1, dtype=torch.long))
         counter = FlopCounterMode(display=False)
         with counter, torch.no_grad():
-            model(image, *times)
+            model(image, *told)
     return float(counter.get_total_flops())
 
 

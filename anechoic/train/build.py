@@ -17,7 +17,10 @@ from anechoic.data import Augment, Loader, Source, Subset, open_source
 from anechoic.data.latents import Latents, is_latents
 from anechoic.errors import UserError
 from anechoic.models import build_model, model_config
+from anechoic.models.network import NetworkConfig
 from anechoic.models.preprocess import Preprocess
+from anechoic.models.sit import SiTConfig
+from anechoic.models.uvit import UViTConfig
 from anechoic.train.muon import Muon
 from anechoic.train.objectives import OBJECTIVES, make_objective
 from anechoic.train.optim import parameter_groups
@@ -99,6 +102,11 @@ def check(config: Config) -> None:
         )
     if config.recompute and config.model.name.startswith("resnet"):
         raise UserError("Only the blocks of transformers are computed again: set recompute to false.")
+    if config.monitor.knn and not reads_without_labels(network):
+        raise UserError(
+            "The k-NN test reads the network without labels, which it has not learned to do without: set label_dropout "
+            "above 0, or monitor.knn to 0."
+        )
     if config.compile and config.shortcut.anneal:
         raise UserError(
             "A compiled network has its alphas built in, so they cannot be annealed: set shortcut.anneal to 0 or "
@@ -112,6 +120,12 @@ def check(config: Config) -> None:
         raise UserError("A learnable alpha is a single number, which cannot be shared out: set fsdp to false.")
     if config.fsdp and config.model.name.startswith("resnet"):
         raise UserError("Only transformers are shared out over processes, block by block: set fsdp to false.")
+
+
+def reads_without_labels(network: NetworkConfig) -> bool:
+    """Not so a class-conditional denoiser that has no null label."""
+    denoises = isinstance(network, UViTConfig | SiTConfig)
+    return not denoises or network.num_classes is None or network.label_dropout > 0
 
 
 def check_labels(config: Config, source: Source) -> None:

@@ -24,6 +24,7 @@ from anechoic.evals.features import evaluating
 from anechoic.evals.labelled import Labelled
 from anechoic.models.preprocess import Preprocess
 from anechoic.rng import Draws
+from anechoic.train.build import reads_without_labels
 from anechoic.train.objectives import Objective
 
 
@@ -44,10 +45,12 @@ class Monitor:
     held_out: Prepared
     votes: Prepared | None
 
-    def measure(self, model: nn.Module) -> dict[str, Any]:
+    def measure(self, model: Any) -> dict[str, Any]:
         """held_out_loss (and what else the objective gives), a number per block and per Shortcut, knn_accuracy."""
         device = next(model.parameters()).device
         record: dict[str, Any] = {f"held_out_{name}": value for name, value in self.losses(model, device).items()}
+        if not reads_without_labels(model.config):
+            return record  # of its blocks nothing can be said that does not depend on the labels it is told
         metrics = ("statistics",) if self.votes is None else ("statistics", "knn")
         encoder = self.encoder(model)
         spec = EvalSpec(metrics, poolings=("mean",), noise=(0.0,) if isinstance(encoder, Denoiser) else ())
