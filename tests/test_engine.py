@@ -5,6 +5,7 @@ import gc
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -524,3 +525,15 @@ def test_a_denoiser_without_a_null_label_is_watched_by_its_loss(tmp_path, name):
     assert forward_flops(model_config(name, image_size=8, **options)) > 0
     with pytest.raises(UserError, match="k-NN"):
         check(replace(config, monitor=replace(config.monitor, knn=100)))
+
+
+def test_a_run_that_goes_on_does_not_need_what_it_started_from(tmp_path):
+    old, run = tmp_path / "old", tmp_path / "run"
+    fit(tiny_config(steps=1), old)
+    fit(tiny_config(steps=2, init_from=str(old), save=SaveConfig(every=BATCH)), run)
+    expected = (run / "model" / "model.safetensors").read_bytes()
+    shutil.rmtree(old)
+    shutil.rmtree(checkpoint.path_of(run / "checkpoints", 2 * BATCH))
+    (run / "results.json").unlink()
+    fit(tiny_config(steps=2, init_from=str(old), save=SaveConfig(every=BATCH)), run)
+    assert (run / "model" / "model.safetensors").read_bytes() == expected

@@ -116,7 +116,8 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False, brief: bo
         # Build the model, its objective, and what moves its weights. Initial weights depend on the seed alone.
         torch.manual_seed(config.seed)
         model = make_model(config)
-        if config.init_from:
+        found = from_first(world, lambda: checkpoint.latest(run_dir / "checkpoints"))
+        if config.init_from and found is None:
             checkpoint.start_from(model, config.init_from)
         choose_path(model, unfused=config.unfused, recompute=config.recompute)
         preprocess = preprocess_of(config)
@@ -157,7 +158,6 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False, brief: bo
 
         # Resume: the newest good checkpoint, and the metrics up to it.
         seen, sums = 0, {"count": 0.0}
-        found = from_first(world, lambda: checkpoint.latest(run_dir / "checkpoints"))
         if found is not None:
             path, state = found
             keeper.restore(path)
