@@ -236,3 +236,12 @@ def test_skipped_images_are_listed_once(tmp_path, caplog):
         run.list_skipped([("a.jpg", "cut short")])
     assert read_json(tmp_path / "skipped.json") == [{"name": "a.jpg", "reason": "cut short"}]
     assert len(caplog.records) == 1
+    with Run(tmp_path) as run:  # goes on, and meets only some of them again
+        run.list_skipped([("b.jpg", "empty")])
+        run.list_skipped([("b.jpg", "empty"), ("a.jpg", "cut short")])
+    assert [item["name"] for item in read_json(tmp_path / "skipped.json")] == ["a.jpg", "b.jpg"]
+    (tmp_path / "skipped.json").write_text('{"a.jpg": 1}')
+    with Run(tmp_path) as run:
+        run.list_skipped([("c.jpg", "empty")])
+    assert read_json(tmp_path / "skipped.json") == [{"name": "c.jpg", "reason": "empty"}]
+    assert "is damaged" in caplog.text

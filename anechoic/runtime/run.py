@@ -260,16 +260,30 @@ class Run:
             os.truncate(path, self._length)
 
     def list_skipped(self, skipped: Sequence[tuple[str, str]]) -> None:
-        """skipped.json: the name and the reason of every image that could not be read, if there are new ones."""
+        """skipped.json: the name and the reason of every image that could not be read, if there are new ones.
+
+        Those that an earlier process of this run listed stay.
+        """
         if len(skipped) > self._skipped:
+            listed = dict.fromkeys([*self._listed_before(), *skipped])
             log.warning(
-                "%d images could not be read and are left out; skipped.json in the run lists them.", len(skipped)
+                "%d images could not be read and are left out; skipped.json in the run lists them.", len(listed)
             )
             self._skipped = len(skipped)
             try:
-                write_json(self.path / "skipped.json", [{"name": name, "reason": reason} for name, reason in skipped])
+                write_json(self.path / "skipped.json", [{"name": name, "reason": reason} for name, reason in listed])
             except OSError as problem:
                 log.warning("skipped.json cannot be written now (%s); the run goes on.", problem)
+
+    def _listed_before(self) -> list[tuple[str, str]]:
+        path = self.path / "skipped.json"
+        if not path.exists():
+            return []
+        try:
+            return [(str(item["name"]), str(item["reason"])) for item in read_json(path)]
+        except (UserError, TypeError, KeyError):
+            log.warning("%s is damaged; a new one is begun.", path)
+            return []
 
     # ---- the end
 
