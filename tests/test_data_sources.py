@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import heapq
 import os
 import pickle
 import shutil
@@ -430,3 +431,47 @@ def test_imagenette_folder(shared_data: Path) -> None:
     assert source.classes is not None
     assert len(source.classes) == 10
     assert source.read(0).shape == (3, 224, 224)
+
+
+def test_folders_are_entered_in_the_order_of_their_names(tmp_path: Path) -> None:
+    """The smallest name of all that wait, however deep: of links to one folder the same one is entered every time."""
+    for name in ("b", "a/c", "a-b/x", "a/b/y", "a/c/d", "B/z", "a b/c", "c/" + "d/" * 5):
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        Image.new("L", (2, 2)).save(tmp_path / name / "1.png")
+        (tmp_path / name / "2.png").symlink_to("1.png")
+    for link, target in (("a/again", "../b"), ("c/up", ".."), ("0", "c"), ("a/b/0", "../../B"), ("z", "a/c")):
+        (tmp_path / link).symlink_to(target, target_is_directory=True)
+    expected: list[str] = []
+    waiting, entered = [""], set()
+    while waiting:
+        waiting.sort(reverse=True)
+        folder = waiting.pop()
+        place = os.stat(tmp_path / folder)
+        if place.st_ino not in entered:
+            entered.add(place.st_ino)
+            expected.append(folder)
+            below = [entry.name for entry in os.scandir(tmp_path / folder) if entry.is_dir()]
+            waiting += [f"{folder}/{name}" if folder else name for name in below]
+    found = scan(tmp_path)
+    assert list(found.folders) == expected
+    images = [f"{folder}/{name}" for folder in expected for name in ("1.png", "2.png")]
+    assert list(found.names) == sorted(name for name in images if (tmp_path / name).exists())
+
+
+def test_many_folders_are_listed_in_one_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits is put in order as it comes, not sorted anew for every folder."""
+    for k in range(300):
+        (tmp_path / f"{k:03d}").mkdir()
+    compared = []
+
+    class Counting(str):
+        __slots__ = ()
+
+        def __lt__(self, other: str) -> bool:
+            compared.append(1)
+            return str.__lt__(self, other)
+
+    push = heapq.heappush
+    monkeypatch.setattr(files.heapq, "heappush", lambda waiting, name: push(waiting, Counting(name)))
+    assert len(scan(tmp_path).folders) == 301
+    assert len(compared) < 300 * 30

@@ -5,6 +5,7 @@ Archives and tables are elsewhere; this file opens no image, it only finds them.
 
 from __future__ import annotations
 
+import heapq
 import os
 import stat
 from dataclasses import dataclass
@@ -96,7 +97,8 @@ def scan(root: Path) -> Listing:
     entered: set[tuple[int, int]] = set()
     waiting = [""]
     while waiting:
-        folder = waiting.pop()
+        # Depth first in sorted order, so that of two links to one folder the same one is entered every time.
+        folder = heapq.heappop(waiting)
         status = os.stat(os.path.join(root, folder))
         if (status.st_dev, status.st_ino) in entered:
             continue
@@ -109,11 +111,9 @@ def scan(root: Path) -> Listing:
                     status = entry.stat()
                     found.append((name, status.st_size, status.st_mtime_ns))
                 elif entry.is_dir() and not entry.name.startswith("."):
-                    waiting.append(name)
+                    heapq.heappush(waiting, name)
                 elif os.path.splitext(entry.name)[1].lower() in IGNORED_SUFFIXES:
                     ignored.append(name)
-        # Depth first in sorted order, so that of two links to one folder the same one is entered every time.
-        waiting.sort(reverse=True)
     found.sort()
     return Listing(
         names=Names.of(name for name, _, _ in found),
