@@ -159,6 +159,23 @@ def test_a_damaged_index_is_refused(change: str, shards: Path, tmp_path: Path) -
         open_source(tmp_path, labels=True)
 
 
+def test_two_that_write_the_same_shards_do_not_meet(photos: Path, tmp_path: Path) -> None:
+    """Each writes aside under a name of its own."""
+    out, seen = tmp_path / "out", []
+
+    def begun(count: int) -> None:
+        if not seen:
+            seen.append(count)
+            write_shards(open_source(photos), tmp_path / "other" / "out")
+            (tmp_path / "other" / "out").rename(tmp_path / "first")
+            write_shards(open_source(photos), out)
+
+    write_shards(open_source(photos), out, progress=begun)
+    names = [path.name for path in out.iterdir()]
+    assert all((out / name).read_bytes() == (tmp_path / "first" / name).read_bytes() for name in names)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "other", "out"]
+
+
 def test_unreadable_images_are_left_out_and_named(photos: Path, tmp_path: Path, capsys) -> None:
     root = tmp_path / "photos"
     for path in photos.rglob("*.*"):

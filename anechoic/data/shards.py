@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import os
-import shutil
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ from anechoic.data.decoding import Undecodable, decode
 from anechoic.data.places import filesystem, is_url
 from anechoic.data.source import BadImage, EncodedSource, Names, Source, check_labels, digest, refuse_exhaustion
 from anechoic.errors import UserError
+from anechoic.runtime.files import write_aside
 from anechoic.runtime.untrusted import reason
 
 INDEX = "index.npz"
@@ -153,10 +153,7 @@ def write_shards(
         raise UserError(f"{out} exists already; choose another directory for the shards, or remove it first.")
     if shard_bytes < 1 << 16:
         raise UserError("A shard of less than 65,536 bytes is mostly headers; choose --shard-bytes larger.")
-    temporary = out.with_name(f".new-{out.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
+    with write_aside(out, folder=True) as temporary:
         writer, kept = ShardWriter(temporary, shard_bytes=shard_bytes), []
         for index, found in enumerate(_all_encoded(source)):
             if isinstance(found, BadImage):
@@ -169,9 +166,6 @@ def write_shards(
         labels = None if source.labels is None else np.asarray(source.labels, dtype=np.int64)[kept]
         writer.write_index(labels, source.classes)
         size = sum(file.stat().st_size for file in temporary.iterdir())
-        temporary.rename(out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return Written(len(writer.shards), len(kept), size, list(source.skipped))
 
 
