@@ -11,7 +11,9 @@ import pytest
 
 import anechoic.runtime.run
 from anechoic.errors import UserError
-from anechoic.runtime.files import read_json, write_json
+from anechoic.runtime import files
+from anechoic.runtime.files import _delete as delete
+from anechoic.runtime.files import read_json, write_aside, write_json
 from anechoic.runtime.run import Run, read_metrics
 
 HOLD = """
@@ -162,6 +164,35 @@ def test_leftovers_of_a_killed_process_are_swept(tmp_path):
         # A disk that was read-only for a while has kept what a save could not delete.
         (tmp_path / "checkpoints" / ".new-12345678-000000000096").mkdir()
     assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_a_directory_stays_until_another_has_its_name(tmp_path, monkeypatch):
+    path, told = tmp_path / "model", []
+    for content in ("first", "second"):
+        monkeypatch.setattr(files, "_delete", lambda doomed: told.append((path / "file").read_text()) or delete(doomed))
+        with write_aside(path, folder=True) as temporary:
+            (temporary / "file").write_text(content)
+    assert told == ["second"]
+
+    def refuse(*paths):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(OSError, match="Input/output"), write_aside(path, folder=True) as temporary:
+        (temporary / "file").write_text("third")
+    assert (path / "file").read_text() == "second"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+def test_what_was_about_to_be_replaced_comes_back(tmp_path):
+    """A process was killed between the two renames, or behind them."""
+    for name in (".was-12345678-model", ".was-12345678-other", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    with Run(tmp_path):
+        assert (tmp_path / "model" / "file").read_text() == ".was-12345678-model"
+        assert (tmp_path / "other" / "file").read_text() == "other"
+        assert not list(tmp_path.glob(".was-*"))
 
 
 @pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_text('{"a"')])

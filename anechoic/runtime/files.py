@@ -21,8 +21,8 @@ from typing import Any
 from anechoic.errors import UserError
 from anechoic.runtime.untrusted import open_regular, parse_json, read_text
 
-# What is being written, and what is being deleted. Only a killed process leaves such names behind.
-NEW, OLD = ".new-", ".old-"
+# What is being written, deleted, and kept until another has its name. Only a killed process leaves such names behind.
+NEW, OLD, WAS = ".new-", ".old-", ".was-"
 SEAL = "checksum"
 
 
@@ -43,7 +43,7 @@ def flush(path: Path) -> None:
 @contextmanager
 def write_aside(path: Path, *, folder: bool = False) -> Iterator[Path]:
     """A path to write to (folder: an empty directory). When the block ends well it takes the name `path` at once."""
-    temporary = path.with_name(f"{NEW}{uuid.uuid4().hex[:8]}-{path.name}")
+    temporary, before = _beside(path, NEW), None
     try:
         if folder:
             temporary.mkdir(parents=True)
@@ -51,13 +51,22 @@ def write_aside(path: Path, *, folder: bool = False) -> Iterator[Path]:
         for item in sorted(temporary.iterdir()) if folder else []:
             flush(item)
         flush(temporary)
-        if path.is_dir():
-            remove(path)
+        if path.is_dir():  # a directory cannot take the name of another
+            before = _beside(path, WAS)
+            os.rename(path, before)
         os.replace(temporary, path)
         flush(path.parent)
+        if before is not None:
+            _delete(before)
     except BaseException:
+        if before is not None and not path.exists():
+            os.rename(before, path)
         _delete(temporary)
         raise
+
+
+def _beside(path: Path, prefix: str) -> Path:
+    return path.with_name(f"{prefix}{uuid.uuid4().hex[:8]}-{path.name}")
 
 
 def reserve(descriptor: int, size: int) -> None:
@@ -88,7 +97,7 @@ def write_json(path: Path, value: Any) -> None:
 def remove(path: Path) -> None:
     """Delete a file or directory; its name goes first, so that a crash leaves no half of it under that name."""
     if path.exists():
-        doomed = path.with_name(f"{OLD}{uuid.uuid4().hex[:8]}-{path.name}")
+        doomed = _beside(path, OLD)
         os.rename(path, doomed)
         flush(path.parent)
         _delete(doomed)
@@ -97,12 +106,18 @@ def remove(path: Path) -> None:
 def sweep_leftovers(folder: Path, *, older_than: float = 0.0) -> None:
     """Delete what killed processes left half written or half deleted here, if it is so many seconds old.
 
-    Without a lock on the folder, older_than must be longer than anybody writes.
+    A directory that was about to be replaced, and was not, gets its name back. Without a lock on the folder, older_than
+    must be longer than anybody writes.
     """
     for path in folder.glob(".*") if folder.is_dir() else []:
-        if path.name.startswith((NEW, OLD)):
+        if path.name.startswith((NEW, OLD, WAS)):
             try:
-                if time.time() - path.lstat().st_mtime >= older_than:
+                if time.time() - path.lstat().st_mtime < older_than:
+                    continue
+                own = folder / path.name[len(WAS) + len("12345678-") :]
+                if path.name.startswith(WAS) and not own.exists():
+                    os.rename(path, own)
+                else:
                     _delete(path)
             except FileNotFoundError:
                 continue  # its owner was quicker

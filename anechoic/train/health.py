@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from anechoic.errors import UserError
 from anechoic.outcome import package_version
+from anechoic.runtime.files import NEW, OLD, WAS
 
 # Below these, in bytes: what commonly fails, and what may.
 LITTLE_DISK, SOME_DISK = 2 << 30, 10 << 30
@@ -184,7 +185,7 @@ def run_findings(run: Path) -> list[Finding]:
 
 
 def leftovers(run: Path) -> Iterator[Finding]:
-    names = [path.name for path in run.rglob(".*") if path.name.startswith((".new-", ".old-"))]
+    names = [path.name for path in run.rglob(".*") if path.name.startswith((NEW, OLD, WAS))]
     if names:
         yield Finding(
             "leftovers", "note", f"{len(names)} half-written entries, such as {names[0]}", "the next start removes them"
