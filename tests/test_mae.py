@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from zoo import DECODER, TINY, inputs, make
 
 from anechoic import build_model, effective_decay, linear
+from anechoic.errors import UserError
 from anechoic.models.layers import patchify
 from anechoic.models.mae import mask_by_noise, normalise_patches, skip_sources
 
@@ -176,3 +177,10 @@ def test_the_mask_is_drawn_when_no_noise_is_given():
     second = model(images).mask
     assert first.sum() == second.sum() == 3 * 12
     assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("mask_ratio", [0, 0.0])
+def test_a_mask_that_hides_nothing_is_refused(mask_ratio):
+    with pytest.raises(UserError, match="hides no patch of 16"):
+        build_model("mae_tiny_patch4", image_size=16, mask_ratio=mask_ratio)
+    assert build_model("mae_tiny_patch4", image_size=16, mask_ratio=0.01).config.num_kept == 15

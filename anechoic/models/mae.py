@@ -71,6 +71,11 @@ class MAEConfig(TransformerConfig):
             raise UserError(
                 f"mask_ratio {self.mask_ratio} leaves no patch of {math.prod(self.grid_size)} visible: lower it."
             )
+        if self.num_kept == math.prod(self.grid_size):
+            raise UserError(
+                f"mask_ratio {self.mask_ratio} hides no patch of {math.prod(self.grid_size)}, so there is nothing to "
+                "predict: raise it."
+            )
         if not 0 < self.predicted <= 1:
             raise UserError(f"predicted is the share of masked patches to predict, not {self.predicted}: at most 1.")
         if self.skips and not skip_sources(self.depth, self.decoder_depth):
