@@ -4,6 +4,8 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ import anechoic
 from anechoic.errors import UserError
 from anechoic.models import build_model
 from anechoic.models.preprocess import Preprocess
+from anechoic.recipes import recipe
 from anechoic.runtime import checkpoint
+from anechoic.train.build import check
 from anechoic.train.optim import parameter_groups
 
 PREPROCESS = Preprocess((0.5,), (0.25,), 16, 1)
@@ -324,3 +328,16 @@ def test_weights_of_another_network_are_refused(tmp_path, options, words):
     path = write(tmp_path, seen=1)
     with pytest.raises(UserError, match=words):
         checkpoint.start_from(tiny_mae(**options), path)
+
+
+def test_a_torch_that_cannot_keep_parts_is_named(tmp_path, monkeypatch):
+    """Before anything is launched, and when a checkpoint of another machine is opened."""
+    import_module("torch.distributed.checkpoint")
+    monkeypatch.setitem(sys.modules, "torch.distributed.checkpoint.hf_storage", None)
+    monkeypatch.delitem(sys.modules, "anechoic.runtime.parts", raising=False)
+    with pytest.raises(UserError, match=r"needs torch 2.8 or newer, not"):
+        check(replace(recipe("pocket_mae_digits"), fsdp=True))
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "shard-00001-model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match=r"needs torch 2.8 or newer, not"):
+        checkpoint.load(tmp_path)

@@ -20,13 +20,20 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from anechoic.errors import UserError
 from anechoic.runtime.distributed import World, from_first
 from anechoic.runtime.files import write_aside
 from anechoic.runtime.signals import InterruptedRun
+
+try:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+except ImportError as missing:
+    raise UserError(
+        "Weights that are shared out over processes (fsdp) are kept in parts, which needs torch 2.8 or newer, not "
+        f"{torch.__version__}: update it (pip install --upgrade torch)."
+    ) from missing
 
 log = logging.getLogger("anechoic")
 

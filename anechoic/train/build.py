@@ -5,6 +5,7 @@ It does not train; the engine does, and whoever rebuilds a run to look at it use
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,8 @@ def check(config: Config) -> None:
         )
     if config.shortcut.form == "both" and config.shortcut.anneal:
         raise UserError("The form 'both' has fixed factors, which are not annealed: set shortcut.anneal to 0.")
+    if config.fsdp:
+        import_module("anechoic.runtime.parts")  # refuses a torch that cannot keep what is shared out
     if config.fsdp and config.compile:
         raise UserError("A compiled network is not shared out over processes: set fsdp or compile to false.")
     if config.fsdp and config.shortcut.form == "learnable":
