@@ -67,6 +67,7 @@ def test_options_are_kept_as_json_has_them():
         (lambda: OptimConfig(batch_size=0), "batch_size must be at least 1, not 0"),
         (lambda: OptimConfig(batch_size=True), "batch_size must be a whole number, not True"),
         (lambda: OptimConfig(warmup=1.5), "warmup must be between 0 and 1, not 1.5"),
+        (lambda: OptimConfig(betas=(0.9, 1.0)), "betas must be at least 0 and below 1, not"),
         (lambda: OptimConfig(betas=(0.9,)), "betas must be a list of 2 values"),
         (lambda: OptimConfig(schedule="linear"), "schedule must be one of cosine, constant, not 'linear'"),
         (lambda: ShortcutConfig(alpha_min="low"), "alpha_min must be a number or one of auto, not 'low'"),

@@ -251,6 +251,17 @@ def test_a_process_that_may_not_open_more_files_says_so(folder: Path, monkeypatc
         open_source(folder).read_many([0])
 
 
+def test_a_name_is_made_when_it_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a table it costs as much as the image."""
+    source, named = open_source(folder), []
+    monkeypatch.setattr(source, "name", lambda index: named.append(index) or NAMES[index])
+    source.read_many(range(len(source)))
+    assert named == []
+    assert source.contents is not None
+    with pytest.raises(UserError, match=f"content of '{NAMES[1]}' has changed"):
+        source.contents.check(1, b"other bytes", source.name)
+
+
 def test_a_table_that_is_away_is_not_taken_for_a_damaged_one(folder: Path, tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
@@ -266,6 +277,13 @@ def test_a_table_that_is_away_is_not_taken_for_a_damaged_one(folder: Path, tmp_p
     with pytest.raises(BadImage, match="not a complete parquet file") as caught:
         source.read(0)
     assert caught.value.lasting
+
+
+def test_an_array_named_in_capitals_is_mapped(tmp_path: Path) -> None:
+    images = np.zeros((3, 4, 4, 3), np.uint8)
+    np.save(tmp_path / "a.npy", images)
+    (tmp_path / "a.npy").rename(tmp_path / "A.NPY")
+    assert len(open_source(tmp_path / "A.NPY")) == 3
 
 
 def test_arrays(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
 from anechoic.config.checking import (
+    BelowOne,
     Count,
     NotNegative,
     Options,
@@ -147,7 +148,7 @@ class OptimConfig(Section):
     """the learning rate after the warm-up"""
     min_lr: NotNegative = 0.0
     """where the cosine ends"""
-    betas: tuple[Share, Share] = (0.9, 0.95)
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
     """of AdamW"""
     eps: NotNegative = 1e-8
     """of AdamW"""

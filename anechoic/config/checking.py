@@ -23,12 +23,15 @@ from anechoic.errors import UserError, nearest_name
 
 
 class Range(NamedTuple):
-    """Metadata of a number's type: low <= value <= high."""
+    """Metadata of a number's type: low <= value <= high, or value < high if that is left out."""
 
     low: float
     high: float = math.inf
+    below: bool = False
 
     def __str__(self) -> str:
+        if self.below:
+            return f"at least {self.low:g} and below {self.high:g}"
         return f"at least {self.low:g}" if self.high == math.inf else f"between {self.low:g} and {self.high:g}"
 
 
@@ -37,6 +40,7 @@ Whole = Annotated[int, Range(0)]
 Positive = Annotated[float, Range(1e-30)]
 NotNegative = Annotated[float, Range(0.0)]
 Share = Annotated[float, Range(0.0, 1.0)]
+BelowOne = Annotated[float, Range(0.0, 1.0, below=True)]
 
 
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
@@ -158,8 +162,10 @@ def _finite(value: float) -> float:
 
 
 def _fit_range(value: Any, metadata: Any) -> Any:
-    if isinstance(metadata, Range) and not metadata.low <= value <= metadata.high:
-        raise TypeError(str(metadata))
+    if isinstance(metadata, Range):
+        inside = metadata.low <= value <= metadata.high
+        if not inside or (metadata.below and value == metadata.high):
+            raise TypeError(str(metadata))
     return value
 
 

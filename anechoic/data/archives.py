@@ -131,7 +131,7 @@ class RemotePacked(Packed):
                     out.append(BadImage(self.name(index), reason(found), lasting=False))
                     continue
                 if self.contents is not None:
-                    self.contents.check(index, found, self.name(index))
+                    self.contents.check(index, found, self.name)
                 out.append(decode(found, channels=self.channels, min_side=min_side))
             except Undecodable as error:
                 out.append(BadImage(self.name(index), str(error)))

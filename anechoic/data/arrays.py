@@ -136,7 +136,7 @@ def open_array(path: Path, *, labels: bool, channels: int) -> Array:
         head = file.read(FINGERPRINT_BYTES)
         file.seek(max(0, stat.st_size - FINGERPRINT_BYTES))
         fingerprint = digest("array file", stat.st_size, stat.st_mtime_ns, head, file.read())
-    if path.suffix == ".npy":
+    if path.suffix.lower() == ".npy":
         if labels:
             raise UserError(f"{str(path)!r} has no labels; save a .npz with the arrays 'images' and 'labels'.")
         with numpy_damage(path):

@@ -11,6 +11,7 @@ import io
 import os
 import struct
 import zlib
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ class Contents:
             return None
         return file
 
-    def check(self, index: int, data: bytes, name: str) -> None:
+    def check(self, index: int, data: bytes, name_of: Callable[[int], str]) -> None:
         """UserError if this image had other bytes before; otherwise they are noted."""
         if self._file is None:
             return
@@ -59,7 +60,7 @@ class Contents:
                 return
             if before & READ:
                 raise UserError(
-                    f"The content of {name!r} has changed since it was first read, though its size and time have not: "
-                    "restore it, or give it a new time (touch) so that it counts as new data."
+                    f"The content of {name_of(index)!r} has changed since it was first read, though its size and time "
+                    "have not: restore it, or give it a new time (touch) so that it counts as new data."
                 )
             os.pwrite(file, WORD.pack(found), place)

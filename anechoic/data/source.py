@@ -110,7 +110,7 @@ class EncodedSource(Source):
         try:
             data = self.data(index)
             if self.contents is not None:
-                self.contents.check(index, data, self.name(index))
+                self.contents.check(index, data, self.name)
             return decode(data, channels=self.channels, min_side=min_side)
         except Undecodable as error:
             raise BadImage(self.name(index), str(error)) from error
@@ -122,7 +122,7 @@ class EncodedSource(Source):
         """UserError if the image's bytes are known to have been others."""
         if self.contents is not None:
             with contextlib.suppress(OSError, Undecodable):  # what cannot be read has no content to compare
-                self.contents.check(index, self.data(index), self.name(index))
+                self.contents.check(index, self.data(index), self.name)
 
 
 def refuse_exhaustion(error: Exception) -> None:
