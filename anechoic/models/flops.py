@@ -10,11 +10,9 @@ from functools import cache
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from anechoic.models import build
+from anechoic.models import build, family_of
 from anechoic.models.mae import MAEConfig, skip_sources
 from anechoic.models.network import NetworkConfig
-from anechoic.models.sit import SiTConfig
-from anechoic.models.uvit import UViTConfig
 
 
 def forward_flops(config: NetworkConfig) -> float:
@@ -28,8 +26,8 @@ def counted_flops(config: NetworkConfig) -> float:
     with torch.device("meta"):
         model = build(config).train()
         image = torch.zeros(1, config.in_channels, *config.size)
-        told = [torch.zeros(1)] if isinstance(config, UViTConfig | SiTConfig) else []
-        if isinstance(config, UViTConfig | SiTConfig) and config.num_classes is not None:
+        told = [torch.zeros(1)] if family_of(config) in ("uvit", "sit") else []
+        if told and vars(config)["num_classes"] is not None:
             told.append(torch.zeros(1, dtype=torch.long))
         counter = FlopCounterMode(display=False)
         with counter, torch.no_grad():

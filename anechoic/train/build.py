@@ -127,8 +127,9 @@ def check(config: Config) -> None:
 
 def reads_without_labels(network: NetworkConfig) -> bool:
     """Not so a class-conditional denoiser that has no null label."""
-    denoises = isinstance(network, UViTConfig | SiTConfig)
-    return not denoises or network.num_classes is None or network.label_dropout > 0
+    if not isinstance(network, UViTConfig | SiTConfig):
+        return True
+    return network.num_classes is None or network.label_dropout > 0
 
 
 def check_labels(config: Config, source: Source) -> None:
