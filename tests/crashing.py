@@ -154,7 +154,7 @@ def samples_amiss(found: dict[str, object], expected: dict[str, object]) -> int:
 
 
 def leftovers(run: Path) -> list[str]:
-    found = [str(path) for path in run.rglob(".*") if path.name.startswith((".new-", ".old-", ".owner"))]
+    found = [str(path) for path in run.rglob(".*") if path.name.startswith((".new-", ".old-", ".was-", ".owner"))]
     cache = Path(os.environ["ANECHOIC_CACHE"])
     return found + [str(path) for path in cache.rglob("*.unfinished")] if cache.is_dir() else found
 
