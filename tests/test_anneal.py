@@ -1,6 +1,7 @@
 """Alpha that falls from 1 to its value over the first part of training."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from anechoic.config import Config, DataConfig, ModelConfig, MonitorConfig, Opti
 from anechoic.errors import UserError
 from anechoic.models import build_model
 from anechoic.runtime.checkpoint import path_of
+from anechoic.runtime.distributed import join, launch, wait_for_all
 from anechoic.runtime.run import read_metrics
 from anechoic.shortcut import Annealing, Shortcut
 from anechoic.train.build import check
@@ -64,8 +66,6 @@ def test_a_run_begins_as_the_residual_one_and_ends_elsewhere(tmp_path):
 
 
 def test_a_stopped_run_anneals_on_as_if_it_had_not_been_stopped(tmp_path):
-    import shutil
-
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     fit(config(anneal=0.5), whole)
     fit(config(anneal=0.5), stopped)
@@ -102,6 +102,28 @@ def test_a_checkpoint_on_the_way_is_opened_with_the_alphas_it_was_trained_with(t
     )
     assert last == model
     assert last["schedule"] == "linear"
+
+
+def train_shared_out_twice(run):
+    """The second time from the first checkpoint on; the others are gone."""
+    wanted = replace(config(anneal=0.5), optim=OptimConfig(batch_size=16, samples=96, ema=0.9), fsdp=True)
+    with join() as world:
+        fit(wanted, run)
+        if world.is_first:
+            shutil.copytree(run / "checkpoints" / "000000000032", run.parent / "kept")
+            shutil.copyfile(run / "model" / "model.safetensors", run.parent / "first")
+            for seen in (64, 96):
+                shutil.rmtree(path_of(run / "checkpoints", seen))
+            (run / "results.json").unlink()
+        wait_for_all(world)
+        fit(wanted, run)
+
+
+def test_a_run_that_is_shared_out_anneals_on_too(tmp_path):
+    launch(train_shared_out_twice, tmp_path / "run", devices=2)
+    assert (tmp_path / "first").read_bytes() == (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
+    kept = anechoic.load(tmp_path / "kept").stream().shortcuts
+    assert kept[-1].factors[0] == pytest.approx(1 - 0.5 * 32 / 48)
 
 
 def test_factors_that_are_fixed_are_not_annealed():

@@ -75,7 +75,7 @@ class Keeper:
         if alphas is None:
             return {}
         own = self.model.state_dict().items()
-        return {name: torch.tensor(alphas).to(value) for name, value in own if name.rpartition(".")[2] == "alphas"}
+        return {name: torch.tensor(alphas).to(value) for name, value in own if is_mark(name)}
 
     def card_of_now(self) -> Mapping[str, Any]:
         """So that whoever opens the checkpoint gets the network that these weights were trained in."""
@@ -89,8 +89,8 @@ class Keeper:
             return
         own = self.model.state_dict()
         tensors = checkpoint.read_tensors(path, "model")
-        if self.config.shortcut.anneal:  # they are a function of progress, and marked as they were then
-            tensors |= {name: value for name, value in own.items() if name.rpartition(".")[2] == "alphas"}
+        if self.config.shortcut.anneal:  # alphas are a function of progress, and were marked as they were then
+            tensors |= {name: value for name, value in own.items() if is_mark(name)}
         self.model.load_state_dict({name: placed(value, own.get(name, value)) for name, value in tensors.items()})
         checkpoint.restore_optimizer(self.optimizer, checkpoint.read_tensors(path, "optimizer"))
         if self.average is not None:
@@ -102,7 +102,10 @@ class Keeper:
 
         kept = [name.removeprefix("optimizer/") for name in sizes(path) if name.startswith("optimizer/")]
         checkpoint.prepare_optimizer(self.optimizer, kept)
-        read_into(path, flat(self.tensors()))
+        wanted = flat(self.tensors())
+        if self.config.shortcut.anneal:
+            wanted = {name: value for name, value in wanted.items() if not is_mark(name)}
+        read_into(path, wanted)
 
     def save(self, *, seen: int, state: Mapping[str, Any], last: bool) -> bool:
         """Write a checkpoint and delete old ones; False, with a warning, if the disk is full or does not allow it.
@@ -136,6 +139,11 @@ class Keeper:
     def _prune(self) -> None:
         keep = self.config.save
         checkpoint.prune(self.folder, keep_last=keep.keep_last, keep_every=keep.keep_every, spacing=keep.every or 1)
+
+
+def is_mark(name: str) -> bool:
+    """Whether a tensor of this name says with which alphas the others were trained."""
+    return name.replace("/", ".").rpartition(".")[2] == "alphas"
 
 
 def flat(tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
