@@ -147,7 +147,7 @@ def held_out_of(run: RunOnDisk) -> Source:
         raise UserError(f"The data of {run.path}, {run.config.data.source}, is not what it was trained on.")
     if not run.config.data.holdout:
         raise UserError(f"{run.path} held out no images.")
-    return Subset(source, hold_out(len(source), run.config.data.holdout)[1])
+    return Subset(source, hold_out(len(source), run.config.data.holdout, group=source.group_size)[1])
 
 
 def judge(run: RunOnDisk, encoder: Encoder, *, data: str | None = None, device: str = "auto", seed: int = 0) -> Verdict:
