@@ -21,7 +21,7 @@ from anechoic.errors import NotFiniteError, UserError
 from anechoic.outcome import SCHEMA, commit, machine
 from anechoic.runtime.children import end_with_whoever_started_me
 from anechoic.runtime.files import read_json, write_json
-from anechoic.runtime.run import VALIDATION, read_metrics
+from anechoic.runtime.run import VALIDATION, last_seen, read_metrics
 
 # Of what is measured on held-out samples during training, what a record keeps.
 MONITORED = (
@@ -217,11 +217,6 @@ def curve(run_dir: Path) -> list[dict[str, Any]]:
         for record in read_metrics(run_dir)
         if record["kind"] in VALIDATION
     ]
-
-
-def last_seen(run_dir: Path) -> int:
-    records = read_metrics(run_dir)
-    return int(records[-1]["seen"]) if records else 0
 
 
 def rounded(value: Any) -> Any:

@@ -26,7 +26,7 @@ from anechoic.recipes import recipe
 from anechoic.report.tables import percent, text_table
 from anechoic.runtime.children import Children
 from anechoic.runtime.files import read_json, write_json
-from anechoic.runtime.run import read_metrics
+from anechoic.runtime.run import last_seen
 
 # Things and the hands that draw them; no label is read in training.
 SOURCE = "emoji"
@@ -124,11 +124,6 @@ def follow(out: Path, processes: dict[str, subprocess.Popen], children: Children
             bar.update(seen - bar.n)
         children.check()
         bar.update(sum(last_seen(out / name) for name in processes) - bar.n)
-
-
-def last_seen(run: Path) -> int:
-    records = read_metrics(run)
-    return int(records[-1]["seen"]) if records else 0
 
 
 # ---- evaluation

@@ -50,6 +50,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [record for record, _ in _records(path / "metrics.jsonl")]
 
 
+def last_seen(path: Path) -> int:
+    """Samples seen by a run directory's last record."""
+    records = read_metrics(path)
+    return int(records[-1]["seen"]) if records else 0
+
+
 def _records(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     """Each complete record and the length of the file up to its end."""
     length = 0
