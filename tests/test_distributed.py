@@ -11,6 +11,8 @@ from test_engine import tiny_config
 from anechoic.config import to_json
 from anechoic.data import Loader, open_source
 from anechoic.errors import UserError
+from anechoic.evals.feature_cache import pick_device
+from anechoic.runtime.devices import check_devices, current_device, own_device
 from anechoic.runtime.distributed import (
     RankFailedError,
     World,
@@ -18,7 +20,6 @@ from anechoic.runtime.distributed import (
     from_first,
     join,
     launch,
-    own_device,
     parallel,
     total,
 )
@@ -138,6 +139,21 @@ def test_a_launched_run_has_workers_for_its_cores_and_may_change_them(tmp_path, 
         asked = resolve_config(fewer, run, source, world)
     assert asked == replace(frozen, threads=2, data=replace(frozen.data, workers=2))
     assert "2 threads instead of 1" in caplog.text
+
+
+def test_a_torch_built_for_accelerators_computes_without_them(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    assert current_device() == own_device(1) == pick_device("auto") == torch.device("cpu")
+    check_devices(8)
+
+
+def test_more_processes_than_accelerators_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    check_devices(2)
+    with pytest.raises(UserError, match="There are 2 accelerators here, so devices cannot be 3"):
+        check_devices(3)
 
 
 @pytest.mark.parametrize(("in_sight", "number", "chosen"), [(4, 3, 3), (1, 3, 0)])

@@ -257,7 +257,7 @@ def encode_latents(
 
     from anechoic.data import open_source
     from anechoic.data.latents import load_vae, write_latents
-    from anechoic.runtime.distributed import current_device
+    from anechoic.runtime.devices import current_device
 
     started = time.perf_counter()
     if batch_size < 1:

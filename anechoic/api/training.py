@@ -125,7 +125,7 @@ def check_and_introduce(config: Config, out: Path, *, size: int, sized: bool, ch
 def introduction(config: Config, *, size: int, sized: bool) -> list[str]:
     """What is trained, why this model, and how long it will take. sized: the model was chosen here."""
     from anechoic.report.tables import duration
-    from anechoic.runtime.distributed import accelerators
+    from anechoic.runtime.devices import accelerators
     from anechoic.train.estimate import seconds_per_image
 
     held_out = default_holdout(size) if config.data.holdout is None else config.data.holdout
@@ -178,7 +178,7 @@ def pretrain_config_for(data: str, **choices: Any) -> tuple[Config, int]:
 
     from anechoic.data import open_source
     from anechoic.recipes.pretrain import pretrain_config
-    from anechoic.runtime.distributed import accelerators
+    from anechoic.runtime.devices import accelerators
 
     source = open_source(data, channels=choices["channels"])
     sides = [

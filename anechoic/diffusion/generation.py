@@ -28,7 +28,8 @@ from anechoic.models.preprocess import Preprocess
 from anechoic.models.sit import SiT
 from anechoic.models.uvit import UViT
 from anechoic.runtime.checkpoint import load
-from anechoic.runtime.distributed import current_device, join, launch, refuse_too_many
+from anechoic.runtime.devices import check_devices, current_device
+from anechoic.runtime.distributed import join, launch
 from anechoic.runtime.files import make_folder, write_aside
 from anechoic.runtime.fingerprint import hash_tensors
 from anechoic.runtime.untrusted import parse_table, read_table
@@ -174,7 +175,7 @@ def generate(request: Request, *, devices: int = 1, progress: bool = True) -> Im
         return _generate_part(request, progress=progress)
     if devices < 1 or devices > request.num:
         raise UserError(f"{request.num} images can be made by 1 to {request.num} processes, not {devices}.")
-    refuse_too_many(devices)
+    check_devices(devices)
     with tempfile.TemporaryDirectory() as folder:
         receipt = launch(_generate_into, request, folder, progress, devices=devices)
         parts = [torch.from_numpy(np.load(Path(folder) / f"{rank}.npy")) for rank in range(devices)]

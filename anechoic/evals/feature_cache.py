@@ -31,7 +31,7 @@ from anechoic.data.source import readable, unsettled
 from anechoic.errors import UserError
 from anechoic.evals.encoders import Encoder
 from anechoic.evals.features import Key, Pooling, choose_layers, extract_batches
-from anechoic.runtime.distributed import current_device
+from anechoic.runtime.devices import current_device
 from anechoic.runtime.files import (
     read_json,
     remove,

@@ -24,7 +24,7 @@ from anechoic.config import Config, from_json, settings, to_json
 from anechoic.errors import UserError
 from anechoic.paper.trial import EvalPlan, Trial, clean, finished, trial_from_json
 from anechoic.runtime.children import Children
-from anechoic.runtime.distributed import accelerators
+from anechoic.runtime.devices import accelerators
 from anechoic.runtime.files import make_folder, read_json, write_json
 from anechoic.runtime.run import last_seen
 

@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anechoic.errors import UserError
 from anechoic.runtime.children import Asked, end_with, noting_signals
+from anechoic.runtime.devices import own_device
 from anechoic.runtime.files import reserve
 from anechoic.runtime.signals import InterruptedRun, leave
 
@@ -55,10 +56,6 @@ class World:
 
 class RankFailedError(RuntimeError):
     """A defect in one of the processes; the message holds its traceback."""
-
-
-def accelerators() -> int:
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
 def under_launcher() -> bool:
@@ -252,31 +249,6 @@ def join() -> Iterator[World]:
         raise
     # After a defect the group stays: peers that wait are not woken, and so do not complain, before the cause is told.
     dist.destroy_process_group()
-
-
-def own_device(index: int) -> torch.device:
-    """The accelerator of this number, from now on the current one; the processor if there is none.
-
-    A process may see only its own (srun --gpus-per-task=1), which is then the first, whatever the process's number.
-    """
-    device = current_device()
-    if device.type == "cpu":
-        return device
-    index %= accelerators()
-    torch.accelerator.set_device_index(index)
-    return torch.device(device.type, index)
-
-
-def current_device() -> torch.device:
-    """The current accelerator; the processor if there is none here, whatever torch was built for."""
-    accelerator = torch.accelerator.current_accelerator() if accelerators() else None
-    return accelerator or torch.device("cpu")
-
-
-def refuse_too_many(devices: int) -> None:
-    """A process each, where there are accelerators."""
-    if 0 < (available := accelerators()) < devices:
-        raise UserError(f"There are {available} accelerators here, so devices cannot be {devices}: lower it.")
 
 
 # ---- agreeing

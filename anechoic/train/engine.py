@@ -31,16 +31,15 @@ from anechoic.outcome import Outcome
 from anechoic.rng import Draws
 from anechoic.runtime import checkpoint
 from anechoic.runtime.determinism import freeze_garbage, reproducible
+from anechoic.runtime.devices import accelerators, check_devices
 from anechoic.runtime.distributed import (
     World,
-    accelerators,
     average_gradients,
     cores_and_processes,
     from_first,
     join,
     launch,
     parallel,
-    refuse_too_many,
     shared_room,
     total,
     under_launcher,
@@ -290,7 +289,7 @@ def number_of_processes(config: Config, run_dir: Path) -> int:
     before = read_frozen_config(run_dir)
     devices = config.devices or (from_json(before).devices if before else None) or max(1, accelerators())
     if not under_launcher():
-        refuse_too_many(devices)
+        check_devices(devices)
     return devices
 
 
