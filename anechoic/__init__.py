@@ -26,7 +26,7 @@ _HOME = {
     "effective_rank": "evals.analysis",
     "UserError": "errors",
 }
-# Rooms of the package that share their name with a verb: `anechoic.train` is both, so the room can be called.
+# Rooms of the package that share their name with a verb: `anechoic.training` is both, so the room can be called.
 _ROOMS = ("models", "recipes", "report", "serve", "train")
 
 
@@ -39,8 +39,8 @@ def __getattr__(name: str) -> Any:
 
 
 def _verb(name: str) -> Any:
-    from anechoic.api import VERBS, verb
-    from anechoic.api.arguments import forgiving
+    from anechoic.cli import VERBS, verb
+    from anechoic.cli.arguments import forgiving
 
     typed = name.replace("_", "-")
     if typed in VERBS:
@@ -49,7 +49,7 @@ def _verb(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    from anechoic.api import VERBS
+    from anechoic.cli import VERBS
 
     return sorted([*_HOME, "__version__", *(name.replace("-", "_") for name in VERBS)])
 

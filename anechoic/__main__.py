@@ -2,6 +2,6 @@
 
 import sys
 
-from anechoic.cli import main
+from anechoic.cli.main import main
 
 sys.exit(main())

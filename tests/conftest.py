@@ -108,7 +108,7 @@ def shared_data() -> Path:
 @pytest.fixture
 def unrendered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures are laid out but not rendered, which is what takes the time."""
-    from anechoic.report import figures
+    from anechoic.pages import figures
 
     def save(figure: Any, path: Path) -> list[Path]:
         files = [path.parent / f"{path.name}.{kind}" for kind in ("png", "svg")]

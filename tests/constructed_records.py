@@ -4,10 +4,10 @@ import json
 
 import numpy as np
 
-from anechoic.paper import catalogue, hands, natural
-from anechoic.paper.evaluation import BRANCH_RANKS, COMPONENT_SHARES, packed
-from anechoic.paper.pages import write_page
-from anechoic.paper.statistics import Records
+from anechoic_lab import catalogue, emoji_styles as hands, cifar_length as natural
+from anechoic.sweeps.evaluation import BRANCH_RANKS, COMPONENT_SHARES, packed
+from anechoic_lab.pages import write_page
+from anechoic_lab.statistics import Records
 
 POCKET_GRIDS = {grid.name: grid for grid in catalogue.choose("all", "pocket")}
 

@@ -30,7 +30,7 @@ from crashing_faults import BATCH, BETWEEN, WHILE_IT_RUNS, WITH_A_DISK_OF_ITS_OW
 from PIL import Image
 
 from anechoic.runtime import checkpoint
-from anechoic.runtime.files import read_json
+from anechoic.storage.files import read_json
 from anechoic.runtime.run import CLOCK_FIELDS, read_metrics
 
 STEPS = 90

@@ -21,9 +21,9 @@ from pathlib import Path
 
 from processes import alive, descendants
 
-import anechoic.api.training
-import anechoic.cli
-import anechoic.train.engine  # all once, here: a training is a fork of this process and starts at once
+import anechoic.cli.training
+import anechoic.cli.main
+import anechoic.training.loop  # all once, here: a training is a fork of this process and starts at once
 from anechoic.runtime import checkpoint
 
 PATIENCE = 300.0  # seconds; the machine may be busy
@@ -76,7 +76,7 @@ class Training:
         sys.modules["__main__"] = types.ModuleType("__main__")
         sys.argv = ["anechoic", "train", *self.command, "--out", str(self.run)]
         try:
-            return anechoic.cli.main()
+            return anechoic.cli.main.main()
         except SystemExit as leaving:
             return leaving.code if isinstance(leaving.code, int) else 1
         finally:
@@ -85,7 +85,7 @@ class Training:
 
     def started_anew(self) -> int:
         """The command in a fresh interpreter, as a person gives it."""
-        line = [sys.executable, "-m", "anechoic.cli", "train", *self.command, "--out", str(self.run)]
+        line = [sys.executable, "-m", "anechoic.cli.main", "train", *self.command, "--out", str(self.run)]
         with open(self.log, "wb") as log:
             return subprocess.Popen(line, stdout=log, stderr=log, start_new_session=True).pid
 

@@ -85,7 +85,7 @@ def main() -> int:
         settings = ["--optim.batch-size", str(BATCH), "--optim.epochs", "None", "--optim.samples", str(samples)]
         settings += ["--optim.ema", "0.99", "--optim.accumulate", "2", "--monitor.knn", "0", "--data.source", folder]
         settings += ["--devices", "2", "--data.workers", "2", *(["--fsdp"] if options.fsdp else [])]
-        command = [sys.executable, "-m", "anechoic.cli", "train", *MAE, *FILES, *settings, "--out", str(run)]
+        command = [sys.executable, "-m", "anechoic.cli.main", "train", *MAE, *FILES, *settings, "--out", str(run)]
         started = time.monotonic()
         watched = watch(command, run, every=0.5)
         print(f"{options.updates} updates, 2 processes with 2 workers each, {time.monotonic() - started:.0f} s")

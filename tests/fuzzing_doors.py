@@ -33,9 +33,9 @@ def load_everything() -> None:
     """Import before forking what the doors use, so that an input pays for itself only."""
     for name in (
         *("datasets", "pyarrow.parquet", "diffusers.models.autoencoders.autoencoder_kl"),
-        *("transformers.models.vit.modeling_vit", "anechoic.data.latents", "anechoic.diffusion.generation"),
-        *("anechoic.evals.encoders", "anechoic.evals.frechet", "anechoic.evals.index", "anechoic.evals.segment"),
-        *("anechoic.exchange.importing", "anechoic.exchange.exporting", "anechoic.runtime.parts"),
+        *("transformers.models.vit.modeling_vit", "anechoic.data.latents", "anechoic.diffusion.generate"),
+        *("anechoic.eval.encoders", "anechoic.eval.frechet", "anechoic.index.index", "anechoic.eval.segmentation"),
+        *("anechoic.weights.importing", "anechoic.weights.exporting", "anechoic.runtime.sharded_checkpoint"),
     ):
         import_module(name)
 
@@ -79,8 +79,8 @@ def make_images(folder: Path) -> None:
 
 
 def enter_image(path: Path) -> Any:
-    from anechoic.data.decoding import Undecodable, decode, decode_labels
-    from anechoic.runtime.untrusted import read_regular
+    from anechoic.data.decode import Undecodable, decode, decode_labels
+    from anechoic.storage.safe_io import read_regular
 
     try:
         data = read_regular(path)
@@ -122,7 +122,7 @@ def enter_source(path: Path) -> str:
 
 def enter_array(path: Path) -> str:
     from anechoic.data import open_source
-    from anechoic.diffusion.generation import read_receipt
+    from anechoic.diffusion.generate import read_receipt
 
     read_receipt(str(path))
     return read_everything(open_source(path, labels=path.suffix == ".npz"))
@@ -251,7 +251,7 @@ def tiny(name: str, **options: Any) -> Any:
 
 def make_models(folder: Path) -> None:
     from anechoic.models import build_model
-    from anechoic.models.preprocess import Preprocess
+    from anechoic.data.preprocess import Preprocess
     from anechoic.runtime.checkpoint import model_card, write_model
 
     decoder = {"decoder_dim": 16, "decoder_depth": 2, "decoder_num_heads": 2}
@@ -294,7 +294,7 @@ def enter_model(path: Path) -> str:
 
 
 def plain_vit_tensors() -> dict[str, torch.Tensor]:
-    from anechoic.exchange.exporting import timm_tensors
+    from anechoic.weights.exporting import timm_tensors
 
     return {name: value.contiguous().clone() for name, value in timm_tensors(tiny("vit_tiny_patch4")).items()}
 
@@ -318,8 +318,8 @@ def make_weights(folder: Path) -> None:
 
 
 def enter_weights(path: Path) -> str:
-    from anechoic.exchange.importing import import_checkpoint
-    from anechoic.exchange.told import Choices
+    from anechoic.weights.importing import import_checkpoint
+    from anechoic.weights.checkpoint_metadata import Choices
 
     return import_checkpoint(path, Choices(num_heads=None if path.is_dir() else 2)).kind
 
@@ -336,7 +336,7 @@ def make_transformers(folder: Path) -> None:
 
 
 def enter_transformers(path: Path) -> str:
-    from anechoic.evals.encoders import open_encoder
+    from anechoic.eval.encoders import open_encoder
 
     return str(open_encoder(f"hf:{path}").widths)
 
@@ -360,14 +360,14 @@ def enter_vae(path: Path) -> str:
 
 
 def make_statistics(folder: Path) -> None:
-    from anechoic.evals.frechet import Statistics, save_statistics
+    from anechoic.eval.frechet import Statistics, save_statistics
 
     found = Statistics(9, np.zeros(4), np.eye(4), np.zeros((5, 4)), {"metric": "fid"}, {"source": "x"})
     save_statistics(folder / "reference.npz", found)
 
 
 def enter_statistics(path: Path) -> str:
-    from anechoic.evals.frechet import is_statistics, load_statistics
+    from anechoic.eval.frechet import is_statistics, load_statistics
 
     return str(load_statistics(path).count) if is_statistics(path) else "other"
 
@@ -384,7 +384,7 @@ def make_masks(folder: Path) -> None:
 
 
 def enter_masks(path: Path) -> str:
-    from anechoic.evals.segment import find_pairs, read_all, read_mapping
+    from anechoic.eval.segmentation import find_pairs, read_all, read_mapping
 
     mapping = read_mapping(path / "classes.json", void=255)
     images, _ = read_all(find_pairs(path, listed=path / "list.txt"), image_size=16, channels=3, mapping=mapping)
@@ -392,7 +392,7 @@ def enter_masks(path: Path) -> str:
 
 
 def make_index(folder: Path) -> None:
-    from anechoic.evals.index import Part, write
+    from anechoic.index.index import Part, write
 
     rows, vectors = np.arange(5), np.random.default_rng(0).normal(size=(5, 8)).astype(np.float32)
     (folder / "index").mkdir()
@@ -403,7 +403,7 @@ def make_index(folder: Path) -> None:
 
 def enter_index(path: Path) -> str:
     """A damaged index is never an error: it is made anew, for a reason that is said."""
-    from anechoic.evals.index import Searchable, read
+    from anechoic.index.index import Searchable, read
 
     known, reason = read(path, "this one")
     if known is None:

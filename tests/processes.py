@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 PATIENCE = 300  # seconds; the machine may be busy
-WARM = ["anechoic.api.training", "anechoic.cli", "anechoic.train.engine", "sklearn.datasets"]
+WARM = ["anechoic.cli.training", "anechoic.cli.main", "anechoic.training.loop", "sklearn.datasets"]
 
 
 class Command:
@@ -56,7 +56,7 @@ def give(arguments: list[str], files: list[Path], environment: dict[str, str]) -
     os.environ.update(environment)
     for number, path in enumerate(files, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
-    from anechoic.cli import main
+    from anechoic.cli.main import main
 
     sys.argv = ["anechoic", *arguments]
     sys.exit(main())

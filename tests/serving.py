@@ -23,9 +23,9 @@ from PIL import Image
 
 from anechoic.config import Config, DataConfig, ModelConfig, MonitorConfig, OptimConfig, SaveConfig, to_json
 from anechoic.data import open_source
-from anechoic.runtime.files import write_json
-from anechoic.serve.app import Served, create_app
-from anechoic.serve.guard import ImpatientProtocol
+from anechoic.storage.files import write_json
+from anechoic.server.app import Served, create_app
+from anechoic.server.middleware import ImpatientProtocol
 
 BOUNDARY = "b0undary"
 FORM = f"multipart/form-data; boundary={BOUNDARY}"
@@ -156,4 +156,4 @@ def start_training(config: Config, run: Path) -> subprocess.Popen:
     """As the demo starts one: a process of its own, from a config beside the run."""
     path = run.with_suffix(".json")
     write_json(path, to_json(config))
-    return subprocess.Popen([sys.executable, "-m", "anechoic.train", str(path), str(run)], stderr=subprocess.DEVNULL)
+    return subprocess.Popen([sys.executable, "-m", "anechoic.training", str(path), str(run)], stderr=subprocess.DEVNULL)

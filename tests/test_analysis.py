@@ -13,8 +13,8 @@ from scipy.stats import pearsonr
 from sklearn.metrics import silhouette_score
 
 from anechoic.errors import UserError
-from anechoic.evals import analysis
-from anechoic.evals.analysis import doubled, effective_rank, exact_device, linear_cka, mean_cosine, pearson
+from anechoic.eval.metrics import analysis
+from anechoic.eval.metrics.analysis import doubled, effective_rank, exact_device, linear_cka, mean_cosine, pearson
 
 
 def centred_with_spectrum(energies, n, centre, seed=0):

@@ -15,8 +15,8 @@ from anechoic.runtime.checkpoint import path_of
 from anechoic.runtime.distributed import join, launch, wait_for_all
 from anechoic.runtime.run import read_metrics
 from anechoic.shortcut import Annealing, Shortcut
-from anechoic.train.build import check
-from anechoic.train.engine import fit
+from anechoic.training.build import check
+from anechoic.training.loop import fit
 
 SMALL = {"patch_size": 2, "dim": 16, "depth": 2, "num_heads": 2, "decoder_dim": 16, "decoder_depth": 1}
 

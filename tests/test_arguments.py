@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 import pytest
 
 import anechoic
-from anechoic.api import TRAINING, VERBS, verb
-from anechoic.api.arguments import fitted, forgiving, receipted
+from anechoic.cli import TRAINING, VERBS, verb
+from anechoic.cli.arguments import fitted, forgiving, receipted
 from anechoic.outcome import Outcome
 
 

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from anechoic.benchmarks import data as bench_data
-from anechoic.benchmarks.timing import Timing, gemm_flops, interleave, row, table
-from anechoic.cli import main
+from anechoic_lab.bench import data as bench_data
+from anechoic_lab.bench.timing import Timing, gemm_flops, interleave, row, table
+from anechoic.cli.main import main
 
 KEYS = {"work", "ours", "peer", "ratio", "low", "high", "fraction_of_gemm", "memory_mb"}
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from anechoic.benchmarks import quality
-from anechoic.benchmarks.quality import Trained, goal_row, is_as_good
-from anechoic.benchmarks.timing import Options
-from anechoic.benchmarks.train import DRAWINGS
+from anechoic_lab.bench import quality
+from anechoic_lab.bench.quality import Trained, goal_row, is_as_good
+from anechoic_lab.bench.timing import Options
+from anechoic_lab.bench.train import DRAWINGS
 
 PEERS = [Trained(96_000, 90.0, 0.65, 30.0), Trained(96_000, 60.0, 0.61, 32.0)]
 

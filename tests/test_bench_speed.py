@@ -13,13 +13,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import anechoic
-from anechoic.api import measuring, verb
-from anechoic.benchmarks import embed, growth, sample, verbs
-from anechoic.benchmarks.memory import peak_memory_mb
-from anechoic.benchmarks.timing import Timing, interleave, row_without_peer, table
+from anechoic_lab.bench import command as measuring
+from anechoic.cli import verb
+from anechoic_lab.bench import embed, growth, sample, verbs
+from anechoic_lab.bench.memory import peak_memory_mb
+from anechoic_lab.bench.timing import Timing, interleave, row_without_peer, table
 from anechoic.data import Augment, Loader, open_source
 from anechoic.models import build_model
-from anechoic.report.figures import draw_growth
+from anechoic.pages.figures import draw_growth
 
 KEYS = {"work", "ours", "peer", "ratio", "low", "high", "fraction_of_gemm", "memory_mb"}
 TINY = {"dim": 24, "depth": 2, "num_heads": 2}
@@ -89,7 +90,7 @@ def test_of_all_benchmarks_one_that_fails_costs_no_rows(monkeypatch):
     def failing(options):
         raise RuntimeError("no room")
 
-    names = {"embed": "anechoic.benchmarks.embed", "memory": "anechoic.benchmarks.verbs"}
+    names = {"embed": "anechoic_lab.bench.embed", "memory": "anechoic_lab.bench.verbs"}
     monkeypatch.setattr(measuring, "BENCHMARKS", names)
     monkeypatch.setattr(embed, "run", lambda options: [row_without_peer("embed", 1.5, memory_mb=300)])
     monkeypatch.setattr(verbs, "run", failing)

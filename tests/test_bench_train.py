@@ -12,11 +12,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from zoo import inputs, make
 
-from anechoic.benchmarks import train
-from anechoic.benchmarks.contest import Entry, contest
-from anechoic.benchmarks.timing import Options, Timing
+from anechoic_lab.bench import train
+from anechoic_lab.bench.contest import Entry, contest
+from anechoic_lab.bench.timing import Options, Timing
 from anechoic.models import build_model, model_config
-from anechoic.models.flops import skip_flops, step_flops
+from anechoic.training.flops import skip_flops, step_flops
 
 
 def test_the_work_of_a_step_is_what_the_peer_is_counted_to_do():

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from anechoic.evals.analysis import effective_rank
-from anechoic.evals.encoders import Encoder
-from anechoic.evals.evaluator import EvalSpec, Evaluator
-from anechoic.evals.feature_cache import batches
-from anechoic.evals.labelled import open_labelled
+from anechoic.eval.metrics.analysis import effective_rank
+from anechoic.eval.encoders import Encoder
+from anechoic.eval.evaluator import EvalSpec, Evaluator
+from anechoic.eval.feature_cache import batches
+from anechoic.eval.eval_data import open_labelled
 from anechoic.models import build_model
-from anechoic.models.preprocess import Preprocess
+from anechoic.data.preprocess import Preprocess
 
 SPEC = EvalSpec(("branches", "components"), layers=(0, -1), poolings=("mean",), fitted=20, tested=200)
 

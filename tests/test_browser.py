@@ -10,8 +10,8 @@ from browser import contrast, embedded, fits, showing
 from test_finding import picture, write_run
 from test_page import everything
 
-from anechoic.api import verb
-from anechoic.report.html import page, write_page
+from anechoic.cli import verb
+from anechoic.pages.html import page, write_page
 
 
 @pytest.fixture(scope="module")

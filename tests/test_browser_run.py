@@ -9,11 +9,11 @@ import pytest
 from browser import embedded, fits, showing
 from serving import jpeg, serving, small_config, start_training, wait_for
 
-from anechoic.api import verb
+from anechoic.cli import verb
 from anechoic.config import OptimConfig, SaveConfig
 from anechoic.data import open_source
 from anechoic.runtime.run import read_metrics
-from anechoic.train.engine import fit
+from anechoic.training.loop import fit
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_a_training_is_followed_to_its_end_stopped_and_resumed(browser, tmp_path
             process.wait(timeout=60)
             page.wait_for_selector("#resume:not([hidden])")
             assert page.locator("#summary").inner_text().startswith("Stopped: ")
-            assert "anechoic.train" in page.locator("#command code").inner_text()
+            assert "anechoic.training" in page.locator("#command code").inner_text()
             stopped_at = page.evaluate("document.getElementById('progress').value")
             assert 0 < stopped_at < 1
             page.click("#resume")

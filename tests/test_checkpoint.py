@@ -13,11 +13,11 @@ import torch
 import anechoic
 from anechoic.errors import UserError
 from anechoic.models import build_model
-from anechoic.models.preprocess import Preprocess
+from anechoic.data.preprocess import Preprocess
 from anechoic.recipes import recipe
 from anechoic.runtime import checkpoint
-from anechoic.train.build import check
-from anechoic.train.optim import parameter_groups
+from anechoic.training.build import check
+from anechoic.training.optim import parameter_groups
 
 PREPROCESS = Preprocess((0.5,), (0.25,), 16, 1)
 SIZES = {"image_size": 16, "in_channels": 1, "dim": 24, "depth": 2, "num_heads": 2}
@@ -334,7 +334,7 @@ def test_a_torch_that_cannot_keep_parts_is_named(tmp_path, monkeypatch):
     """Before anything is launched, and when a checkpoint of another machine is opened."""
     import_module("torch.distributed.checkpoint")
     monkeypatch.setitem(sys.modules, "torch.distributed.checkpoint.hf_storage", None)
-    monkeypatch.delitem(sys.modules, "anechoic.runtime.parts", raising=False)
+    monkeypatch.delitem(sys.modules, "anechoic.runtime.sharded_checkpoint", raising=False)
     with pytest.raises(UserError, match=r"needs torch 2.8 or newer, not"):
         check(replace(recipe("pocket_mae_digits"), fsdp=True))
     (tmp_path / "config.json").write_text("{}")

@@ -16,11 +16,12 @@ import pytest
 import torch
 from PIL import Image
 
-from anechoic.data import BadImage, Loader, Scenes, Source, Subset, decoding, files, open_source
-from anechoic.data import cache as caching
-from anechoic.data.cache import Stored, cache_dir, stored
+from anechoic.data import BadImage, Loader, Scenes, Source, Subset, files, open_source
+from anechoic.data import decode as decoding
+from anechoic.data import pixel_cache as caching
+from anechoic.data.pixel_cache import Stored, cache_dir, stored
 from anechoic.errors import UserError
-from anechoic.runtime.untrusted import read_regular
+from anechoic.storage.safe_io import read_regular
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +121,8 @@ def test_what_a_killed_process_left_is_swept_away(folder: Path, own_cache: Path)
 
 STARTER = """
 import sys, torch
-from anechoic.data import cache, open_source
+from anechoic.data import pixel_cache as cache
+from anechoic.data import open_source
 write = cache._write
 cache._write = lambda *a, **k: (print("built", flush=True), write(*a, **k))
 kept = cache.stored(open_source(sys.argv[1]), min_side=16)
@@ -217,7 +219,8 @@ def test_a_lock_that_is_never_given_back_costs_the_cache_only(
 
 SLOW = """
 import itertools, signal, sys, time
-from anechoic.data import cache, open_source
+from anechoic.data import pixel_cache as cache
+from anechoic.data import open_source
 from anechoic.data.files import Files
 from anechoic.runtime.signals import catch_signals
 read, numbers = Files.data, itertools.count(1)

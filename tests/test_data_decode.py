@@ -12,7 +12,7 @@ import torch
 from PIL import Image, ImageOps
 
 from anechoic.data import Undecodable, decode
-from anechoic.data.decoding import MAX_PIXELS, ORIENTATION, reduction
+from anechoic.data.decode import MAX_PIXELS, ORIENTATION, reduction
 
 SIZE = (23, 17)  # width, height: odd and unequal, so that a swapped axis shows
 
@@ -129,7 +129,7 @@ def test_simplejpeg_gives_the_pixels_of_pillow(monkeypatch: pytest.MonkeyPatch) 
     images = [(noise("RGB", (301, 203)), {}), (noise("L", (99, 64)), {}), (noise("RGB", (90, 77)), {"exif": exif})]
     encoded = [encode(image, "JPEG", **options) for image, options in images]
     fast = [decode(data, min_side=side) for data in encoded for side in (None, 32)]
-    monkeypatch.setattr("anechoic.data.decoding.simplejpeg", None)
+    monkeypatch.setattr("anechoic.data.decode.simplejpeg", None)
     plain = [decode(data, min_side=side) for data in encoded for side in (None, 32)]
     assert all(torch.equal(a, b) for a, b in zip(fast, plain, strict=True))
 
@@ -175,7 +175,7 @@ def jpeg_bomb() -> bytes:
 )
 def test_what_is_no_image_says_why(data: bytes, reason: str, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not fast:
-        monkeypatch.setattr("anechoic.data.decoding.simplejpeg", None)
+        monkeypatch.setattr("anechoic.data.decode.simplejpeg", None)
     with pytest.raises(Undecodable, match=reason):
         decode(data)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from anechoic.cli import main
+from anechoic.cli.main import main
 from anechoic.data import BadImage, Loader, archives, open_source
 from anechoic.data.shards import INDEX, write_shards
 from anechoic.errors import UserError

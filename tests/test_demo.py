@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from browser import contrast, fits, showing
 
-from anechoic.cli import main
+from anechoic.cli.main import main
 from anechoic.errors import UserError
-from anechoic.evals.retrieval import places, retrieval_matrix
+from anechoic.eval.metrics.retrieval import places, retrieval_matrix
 from anechoic.recipes.demo import demo_mae
-from anechoic.report import demo, showcase
-from anechoic.report.demo import LAYERS, Demo, verdict
+from anechoic.pages import demo, demo_page as showcase
+from anechoic.pages.demo import LAYERS, Demo, verdict
 
 SOURCE = "emoji:test:style=noto+twemoji"
 

@@ -11,7 +11,7 @@ from test_engine import tiny_config
 from anechoic.config import to_json
 from anechoic.data import Loader, open_source
 from anechoic.errors import UserError
-from anechoic.evals.feature_cache import pick_device
+from anechoic.eval.feature_cache import pick_device
 from anechoic.runtime.devices import check_devices, current_device, own_device
 from anechoic.runtime.distributed import (
     RankFailedError,
@@ -24,7 +24,7 @@ from anechoic.runtime.distributed import (
     total,
 )
 from anechoic.runtime.run import Run
-from anechoic.train.engine import fit, resolve_config
+from anechoic.training.loop import fit, resolve_config
 
 
 def test_ranks_of_any_number_see_the_same_samples_in_the_same_order():

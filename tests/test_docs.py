@@ -16,8 +16,8 @@ import tyro
 from PIL import Image
 
 import anechoic
-from anechoic.api import VERBS, verb
-from anechoic.cli import main, with_json_flag
+from anechoic.cli import VERBS, verb
+from anechoic.cli.main import main, with_json_flag
 from anechoic.config import Config, settings
 
 ROOT = Path(__file__).parents[1]

@@ -13,8 +13,8 @@ from zoo import make
 
 import anechoic
 from anechoic.errors import UserError
-from anechoic.evals.embedding import Vectors
-from anechoic.models.preprocess import Preprocess
+from anechoic.eval.embedding import Vectors
+from anechoic.data.preprocess import Preprocess
 from anechoic.outcome import Outcome
 from anechoic.runtime.checkpoint import model_card, write_model
 

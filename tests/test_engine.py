@@ -31,16 +31,16 @@ from anechoic.data.loader import permutation
 from anechoic.data.split import hold_out
 from anechoic.errors import UserError
 from anechoic.models import build_model, model_config
-from anechoic.models.flops import forward_flops
-from anechoic.models.preprocess import Preprocess
+from anechoic.training.flops import forward_flops
+from anechoic.data.preprocess import Preprocess
 from anechoic.rng import Draws
 from anechoic.runtime import checkpoint
-from anechoic.runtime.files import read_json
+from anechoic.storage.files import read_json
 from anechoic.runtime.run import read_metrics
-from anechoic.train import engine
-from anechoic.train.build import check
-from anechoic.train.engine import DivergedError, Task, due, fit
-from anechoic.train.objectives import make_objective
+from anechoic.training import loop as engine
+from anechoic.training.build import check
+from anechoic.training.loop import DivergedError, Task, due, fit
+from anechoic.training.objectives import make_objective
 
 MODEL = {
     "patch_size": 2,
@@ -391,8 +391,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from anechoic.runtime import checkpoint
-from anechoic.train import engine
-from anechoic.train.keeping import Keeper
+from anechoic.training import loop as engine
+from anechoic.training.checkpointing import Keeper
 from test_engine import BATCH, tiny_config
 from anechoic.config import SaveConfig
 

@@ -17,14 +17,14 @@ import pytest
 import torch
 from PIL import Image
 
-from anechoic.cli import main
+from anechoic.cli.main import main
 from anechoic.data import open_source
 from anechoic.data.split import hold_out_share
 from anechoic.errors import UserError
-from anechoic.evals import dynamics, feature_cache
-from anechoic.evals.encoders import baselines, open_encoder
+from anechoic.eval import dynamics, feature_cache
+from anechoic.eval.encoders import baselines, open_encoder
 from anechoic.models import build_model
-from anechoic.models.preprocess import Preprocess
+from anechoic.data.preprocess import Preprocess
 from anechoic.runtime.checkpoint import model_card, save, write_model
 
 SMALL = {"dim": 24, "depth": 2, "num_heads": 2, "decoder_dim": 16, "decoder_depth": 2, "decoder_num_heads": 2}
@@ -341,7 +341,7 @@ def test_a_denoiser_is_probed_at_noise_levels(tmp_path):
     from dataclasses import replace
 
     from anechoic.recipes import recipe
-    from anechoic.train.engine import fit
+    from anechoic.training.loop import fit
 
     config = recipe("pocket_uvit_digits")
     small = {"dim": 24, "depth": 2, "num_heads": 2}

@@ -13,16 +13,16 @@ from PIL import Image
 import anechoic
 from anechoic.data import open_source
 from anechoic.errors import UserError
-from anechoic.evals import evaluator as evaluator_room
-from anechoic.evals.encoders import Encoder, baselines, open_encoder
-from anechoic.evals.evaluator import METRICS, EvalSpec, Evaluator, Metric
-from anechoic.evals.knn import knn_accuracy
-from anechoic.evals.labelled import open_labelled
+from anechoic.eval import evaluator as evaluator_room
+from anechoic.eval.encoders import Encoder, baselines, open_encoder
+from anechoic.eval.evaluator import METRICS, EvalSpec, Evaluator, Metric
+from anechoic.eval.metrics.knn import knn_accuracy
+from anechoic.eval.eval_data import open_labelled
 from anechoic.models import build_model
 from anechoic.models.packed import in_groups
-from anechoic.models.preprocess import Preprocess
-from anechoic.paper.evaluation import evaluate_encoder
-from anechoic.paper.trial import EvalPlan
+from anechoic.data.preprocess import Preprocess
+from anechoic.sweeps.evaluation import evaluate_encoder
+from anechoic.sweeps.trial import EvalPlan
 from anechoic.runtime.checkpoint import model_card, write_model
 
 SMALL = {"image_size": 8, "patch_size": 2, "in_channels": 1, "dim": 24, "depth": 2, "num_heads": 2}
@@ -156,8 +156,8 @@ def test_noise_is_for_denoisers(encoder, digits):
 @pytest.mark.parametrize("protocol", ["logistic", "in100"])
 def test_a_denoiser_is_probed_by_the_protocol_of_its_plan(protocol, tmp_path, monkeypatch):
     """The plan's protocol reaches the probe; both give a number, and another one."""
-    from anechoic.evals import probe_protocols
-    from anechoic.paper.evaluation import probe_denoiser
+    from anechoic.eval.metrics import probe_protocols
+    from anechoic.sweeps.evaluation import probe_denoiser
 
     called = []
     for name in ("logistic_rows", "in100_rows"):
@@ -180,7 +180,7 @@ def test_a_denoiser_is_probed_by_the_protocol_of_its_plan(protocol, tmp_path, mo
 def test_latents_need_real_images_before_they_are_trained_on(tmp_path):
     from anechoic.config import Config, DataConfig
     from anechoic.data.latents import CARD
-    from anechoic.paper.trial import Trial, check_plan
+    from anechoic.sweeps.trial import Trial, check_plan
 
     (tmp_path / CARD).write_text("{}")
     trial = Trial("a", "a", Config(data=DataConfig(str(tmp_path))), EvalPlan(samples=4))

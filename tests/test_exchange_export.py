@@ -10,11 +10,11 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from anechoic import build_model
-from anechoic.api.shipping import check_images
+from anechoic.cli.shipping import check_images
 from anechoic.errors import UserError
-from anechoic.exchange.exporting import TARGETS, encoder_of, export_model, largest_difference, with_final_norm
-from anechoic.exchange.importing import Choices, import_checkpoint
-from anechoic.models.preprocess import Preprocess
+from anechoic.weights.exporting import TARGETS, encoder_of, export_model, largest_difference, with_final_norm
+from anechoic.weights.importing import Choices, import_checkpoint
+from anechoic.data.preprocess import Preprocess
 from anechoic.runtime.checkpoint import load, model_card, write_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -178,7 +178,7 @@ def test_photographs_agree_in_every_format(shared_data, tmp_path):
 
 
 def test_onnx_without_the_extra_says_what_to_install(real_images, tmp_path, monkeypatch):
-    import anechoic.exchange.exporting as exporting
+    import anechoic.weights.exporting as exporting
 
     monkeypatch.setattr(exporting, "find_spec", lambda name: None if name == "onnxruntime" else object())
     with pytest.raises(UserError, match=r'needs onnxruntime: pip install "anechoic\[export\]"'):

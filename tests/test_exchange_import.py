@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from anechoic.errors import UserError
-from anechoic.exchange.importing import import_checkpoint
-from anechoic.exchange.told import Choices
+from anechoic.weights.importing import import_checkpoint
+from anechoic.weights.checkpoint_metadata import Choices
 from anechoic.models.layers import sincos_positions
-from anechoic.models.preprocess import Preprocess
+from anechoic.data.preprocess import Preprocess
 from anechoic.shortcut import linear
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")

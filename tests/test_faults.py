@@ -18,8 +18,8 @@ from anechoic.config import SaveConfig
 from anechoic.data.loader import naming_killed_workers
 from anechoic.errors import UserError
 from anechoic.runtime.run import read_metrics
-from anechoic.train.engine import fit
-from anechoic.train.keeping import Keeper
+from anechoic.training.loop import fit
+from anechoic.training.checkpointing import Keeper
 
 # ---- processes
 
@@ -137,7 +137,7 @@ def test_little_shared_memory_is_said_and_costs_only_time(tmp_path):
         SMALL_SHM,
         sys.executable,
         "-m",
-        "anechoic.cli",
+        "anechoic.cli.main",
         *command_for(TWO),
         "--optim.samples",
         str(20 * 16),

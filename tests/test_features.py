@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from anechoic.errors import UserError
-from anechoic.evals import features
+from anechoic.eval import features
 from anechoic.models import build_model
 
 SMALL = {"image_size": 16, "dim": 24, "depth": 3, "num_heads": 2}

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from anechoic.errors import UserError
-from anechoic.report import figures
+from anechoic.pages import figures
 
 rng = np.random.default_rng(0)
 IMAGES = rng.random((4, 8, 8, 3))
@@ -90,5 +90,5 @@ def test_nothing_to_draw():
 
 def test_only_pictures_need_matplotlib():
     """Judging without drawing does not import it."""
-    code = "import sys, anechoic.evals.evaluator, anechoic.evals.segmenting; assert 'matplotlib' not in sys.modules"
+    code = "import sys, anechoic.eval.evaluator, anechoic.eval.segmenting; assert 'matplotlib' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -17,21 +17,22 @@ from PIL import Image
 from zoo import make
 
 import anechoic
-from anechoic.cli import main
+from anechoic.cli.main import main
 from anechoic.data import files, open_source
-from anechoic.data.cache import cache_dir
+from anechoic.data.pixel_cache import cache_dir
 from anechoic.errors import UserError
-from anechoic.evals import exploring, feature_cache, index
-from anechoic.evals.encoders import flat, open_encoder
-from anechoic.evals.feature_cache import features_of, file_crc
-from anechoic.evals.index import Searchable, nearest_others, open_index
-from anechoic.evals.knn import nearest
-from anechoic.evals.queries import resolve
-from anechoic.evals.whitening import fitted, rescaled, unit_vectors
-from anechoic.models.preprocess import Preprocess
+from anechoic.index import collection as exploring, index
+from anechoic.eval import feature_cache
+from anechoic.eval.encoders import flat, open_encoder
+from anechoic.eval.feature_cache import features_of, file_crc
+from anechoic.index.index import Searchable, nearest_others, open_index
+from anechoic.eval.metrics.knn import nearest
+from anechoic.index.queries import resolve
+from anechoic.eval.feature_scaling import fitted, rescaled, unit_vectors
+from anechoic.data.preprocess import Preprocess
 from anechoic.runtime.checkpoint import model_card, write_model
-from anechoic.runtime.files import read_json, sealed, unsealed, write_json
-from anechoic.runtime.untrusted import read_regular
+from anechoic.storage.files import read_json, sealed, unsealed, write_json
+from anechoic.storage.safe_io import read_regular
 
 
 def picture(seed, *, side=20):
@@ -249,8 +250,8 @@ def test_patches_side_by_side(run, photos, width):
 
 KILLED = """
 import os, signal, sys
-from anechoic.cli import main
-from anechoic.evals import feature_cache
+from anechoic.cli.main import main
+from anechoic.eval import feature_cache
 feature_cache.MARK_EVERY = 0.0
 real, seen = feature_cache.Unfinished.add, []
 def add(self, ids):
@@ -265,13 +266,13 @@ main(sys.argv[1:])
 
 @pytest.mark.parametrize("damage", ["", "rows", "journal"])
 def test_embed_killed_halfway_ends_with_an_equal_file(run, photos, tmp_path, monkeypatch, damage):
-    monkeypatch.setattr("anechoic.evals.encoders.Encoder.batch_size_on_cores", 4)
+    monkeypatch.setattr("anechoic.eval.encoders.Encoder.batch_size_on_cores", 4)
     (photos / "a" / "broken.png").write_bytes(b"no image")
     words = ["embed", str(run), str(photos), "-o"]
     monkeypatch.setenv("ANECHOIC_CACHE", str(tmp_path / "whole"))
     assert main([*words, str(tmp_path / "whole.npz")]) == 0
     monkeypatch.setenv("ANECHOIC_CACHE", str(tmp_path / "killed"))
-    script = "from anechoic.evals.encoders import Encoder\nEncoder.batch_size_on_cores = 4\n" + KILLED
+    script = "from anechoic.eval.encoders import Encoder\nEncoder.batch_size_on_cores = 4\n" + KILLED
     ended = subprocess.run([sys.executable, "-c", script, *words, str(tmp_path / "again.npz")], check=False)
     assert ended.returncode == -signal.SIGKILL
     assert not (tmp_path / "again.npz").exists()
@@ -355,7 +356,7 @@ def test_whitened_vectors_vary_alike_in_every_direction():
 def test_scalings_are_fitted_in_pieces_as_in_one(monkeypatch):
     vectors = np.random.default_rng(0).normal(size=(300, 8)).astype(np.float32) * np.arange(1, 9)
     whole = [rescaled(vectors, scaling) for scaling in ("centred", "standardised", "whitened")]
-    monkeypatch.setattr("anechoic.evals.whitening.CHUNK", 37)
+    monkeypatch.setattr("anechoic.eval.feature_scaling.CHUNK", 37)
     for scaling, expected in zip(("centred", "standardised", "whitened"), whole, strict=True):
         np.testing.assert_allclose(rescaled(vectors, scaling).abs(), expected.abs(), rtol=1e-4, atol=1e-5)
 
@@ -382,7 +383,7 @@ def test_memory_does_not_grow_with_the_square_of_the_collection():
     """All similarities of 20,000 images would take 1.6 GB; in a process of its own, whose peak is nobody else's."""
     script = """
 import resource, torch
-from anechoic.evals import exploring
+from anechoic.index import collection as exploring
 units = torch.nn.functional.normalize(torch.randn(20_000, 16), dim=1)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 exploring.duplicate_pairs(near := exploring.all_neighbours(units), exploring.duplicate_limit(near))

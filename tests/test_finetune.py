@@ -11,17 +11,17 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 
 import anechoic
-from anechoic.cli import main
+from anechoic.cli.main import main
 from anechoic.errors import UserError
 from anechoic.models import build_model
-from anechoic.models.preprocess import Preprocess
+from anechoic.data.preprocess import Preprocess
 from anechoic.recipes import recipe
 from anechoic.rng import Draws
 from anechoic.runtime.checkpoint import load, model_card, write_model
-from anechoic.train import finetuning
-from anechoic.train.build import check, make_optimizer
-from anechoic.train.monitor import Samples
-from anechoic.train.objectives import make_objective
+from anechoic.training import finetuning
+from anechoic.training.build import check, make_optimizer
+from anechoic.training.validation import Samples
+from anechoic.training.objectives import make_objective
 
 
 def pixels(count=3, channels=3, side=20, seed=0):
@@ -248,9 +248,9 @@ def test_finetuning_end_to_end(pretrained, tmp_path, capsys):
 
 
 def test_the_encoder_s_weights_are_the_start(pretrained):
-    from anechoic.api.transferring import finetune_config
+    from anechoic.cli.finetune import finetune_config
     from anechoic.runtime.checkpoint import start_from
-    from anechoic.train.build import make_model
+    from anechoic.training.build import make_model
 
     config = finetune_config(
         str(pretrained),
@@ -284,7 +284,7 @@ def test_the_encoder_s_weights_are_the_start(pretrained):
     ],
 )
 def test_the_config_names_the_size_it_trains(name, options, expected):
-    from anechoic.api.transferring import named_size
+    from anechoic.cli.finetune import named_size
     from anechoic.models import model_config
 
     assert named_size(model_config(name, **options)) == expected
@@ -317,7 +317,7 @@ def test_supervised_control_reports_rank_over_depth_and_training(tmp_path):
     from dataclasses import replace
 
     from anechoic.runtime.run import read_metrics
-    from anechoic.train.engine import fit
+    from anechoic.training.loop import fit
 
     for name, alpha_min in (("resnet18_cifar", 0.7), ("resnet18_cifar_residual", 1.0)):
         assert recipe(name).shortcut.alpha_min == alpha_min

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from anechoic.errors import UserError
-from anechoic.evals import extractors, frechet
-from anechoic.evals.inception import Inception
+from anechoic.eval import extractors, frechet
+from anechoic.eval.inception import Inception
 
 
 def features(count: int, dimensions: int = 16, *, seed: int = 0, shift: float = 0.0) -> np.ndarray:

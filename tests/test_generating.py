@@ -14,14 +14,14 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import anechoic
-from anechoic.api.evaluating import noisy_outcome
-from anechoic.cli import main
+from anechoic.cli.evaluating import noisy_outcome
+from anechoic.cli.main import main
 from anechoic.config import Config, MonitorConfig, OptimConfig, SaveConfig
-from anechoic.diffusion.generation import Request, generate, training_config, write_images
+from anechoic.diffusion.generate import Request, generate, training_config, write_images
 from anechoic.diffusion.process import drop_labels
 from anechoic.errors import UserError
-from anechoic.evals.evaluator import Evaluation
-from anechoic.models.preprocess import Preprocess
+from anechoic.eval.evaluator import Evaluation
+from anechoic.data.preprocess import Preprocess
 from anechoic.recipes.diffusion import (
     RECIPES,
     pocket_sit_digits_cond,
@@ -29,8 +29,8 @@ from anechoic.recipes.diffusion import (
     pocket_uvit_digits_cond,
 )
 from anechoic.rng import Draws
-from anechoic.train.engine import fit
-from anechoic.train.objectives import make_objective
+from anechoic.training.loop import fit
+from anechoic.training.objectives import make_objective
 
 TINY = {"dim": 16, "depth": 2, "num_heads": 2}
 
@@ -253,7 +253,7 @@ def test_a_place_where_images_cannot_go_is_refused_before_any_is_made(
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
     (tmp_path / "folder.png").mkdir()
-    monkeypatch.setattr("anechoic.diffusion.generation.generate", lambda *_, **__: pytest.fail("images were made"))
+    monkeypatch.setattr("anechoic.diffusion.generate.generate", lambda *_, **__: pytest.fail("images were made"))
     with pytest.raises(UserError, match=r"choose another|cannot be written"):
         anechoic.sample(runs["plain"], out=tmp_path / out, num=2, steps=2)
 

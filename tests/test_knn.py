@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sklearn.neighbors import KNeighborsClassifier
 
 from anechoic.errors import UserError
-from anechoic.evals import knn
+from anechoic.eval.metrics import knn
 
 
 def brute_force(train, labels, queries, *, k, temperature=0.07):
@@ -172,8 +172,8 @@ def test_bad_input_is_one_clear_sentence(train, labels, test, message):
 
 def test_the_benchmark_compares_with_faiss(monkeypatch):
     pytest.importorskip("faiss")
-    from anechoic.benchmarks import knn as benchmark
-    from anechoic.benchmarks.timing import Options
+    from anechoic_lab.bench import knn as benchmark
+    from anechoic_lab.bench.timing import Options
 
     for name, value in {"TRAIN": 600, "QUERIES": 40, "DIM": 16, "K": 5}.items():
         monkeypatch.setattr(benchmark, name, value)

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 import anechoic
-from anechoic.cli import main
+from anechoic.cli.main import main
 from anechoic.config import to_json
 from anechoic.data import Array
 from anechoic.data.latents import (
@@ -27,16 +27,16 @@ from anechoic.data.latents import (
     read_card,
     write_latents,
 )
-from anechoic.diffusion.generation import Request, generate
+from anechoic.diffusion.generate import Request, generate
 from anechoic.diffusion.process import process_named
 from anechoic.diffusion.samplers import Guidance, sample_batch
 from anechoic.errors import UserError
-from anechoic.models.preprocess import Preprocess
+from anechoic.data.preprocess import Preprocess
 from anechoic.recipes.diffusion import uvit_in100_latent_cond
 from anechoic.rng import Draws
 from anechoic.runtime.checkpoint import model_card, write_model
-from anechoic.train.monitor import Samples
-from anechoic.train.objectives import make_objective
+from anechoic.training.validation import Samples
+from anechoic.training.objectives import make_objective
 
 
 @pytest.fixture(scope="module")

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from anechoic.cli import main
+from anechoic.cli.main import main
 from anechoic.config import Config, MonitorConfig, OptimConfig
 from anechoic.data import Array, Loader, Source
 from anechoic.data.latents import DrawLatents, Latents, load_vae, read_card, write_latents
-from anechoic.diffusion.generation import Request, generate
+from anechoic.diffusion.generate import Request, generate
 from anechoic.recipes.diffusion import uvit_in100_latent_cond
 from anechoic.rng import Draws
-from anechoic.train import engine
-from anechoic.train.build import make_loader
-from anechoic.train.engine import fit
+from anechoic.training import loop as engine
+from anechoic.training.build import make_loader
+from anechoic.training.loop import fit
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from torch import nn
 from zoo import DECODER, TINY, ZOO, inputs, make, outputs
 
 from anechoic import Shortcut, build_model
-from anechoic.api.catalogue import models
+from anechoic.cli.list import models
 from anechoic.models import MODELS, build, from_json, to_json
 from anechoic.models.layers import Block, patchify, unpatchify
 from anechoic.models.sit import ModulatedBlock

@@ -11,9 +11,9 @@ from anechoic.config import OptimConfig, from_json, to_json
 from anechoic.errors import UserError
 from anechoic.models import build_model
 from anechoic.runtime.checkpoint import optimizer_tensors, restore_optimizer
-from anechoic.train.build import make_optimizer
-from anechoic.train.muon import STEPS, Muon, _iterate, _iterate_gram, orthogonalise
-from anechoic.train.optim import is_body_matrix, match_scales, parameter_groups, set_learning_rate
+from anechoic.training.build import make_optimizer
+from anechoic.training.muon import STEPS, Muon, _iterate, _iterate_gram, orthogonalise
+from anechoic.training.optim import is_body_matrix, match_scales, parameter_groups, set_learning_rate
 
 SHAPES = [(24, 24), (24, 40), (40, 24), (16, 64), (64, 16), (1, 8)]
 

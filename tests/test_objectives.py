@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from anechoic.errors import UserError
 from anechoic.models import build_model
 from anechoic.rng import Draws
-from anechoic.train.monitor import Samples
-from anechoic.train.objectives import OBJECTIVES, make_objective
+from anechoic.training.validation import Samples
+from anechoic.training.objectives import OBJECTIVES, make_objective
 
 MAE = {
     "image_size": 16,

@@ -9,7 +9,7 @@ from torch import nn
 
 from anechoic.errors import UserError
 from anechoic.models import build_model
-from anechoic.train.optim import (
+from anechoic.training.optim import (
     AveragedWeights,
     gradient_norm,
     layer_of,

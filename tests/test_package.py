@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import anechoic
-from anechoic.api import VERBS, verb
-from anechoic.cli import main
+from anechoic.cli import VERBS, verb
+from anechoic.cli.main import main
 
 PACKAGE = Path(anechoic.__file__).parent
 
@@ -29,8 +29,8 @@ def loaded_after(code):
     [
         "import anechoic",
         "import anechoic; dir(anechoic)",
-        "from anechoic.cli import main; main(['--help'])",
-        "from anechoic.cli import main; main(['--version'])",
+        "from anechoic.cli.main import main; main(['--help'])",
+        "from anechoic.cli.main import main; main(['--version'])",
     ],
 )
 def test_torch_is_not_loaded(code):
@@ -38,7 +38,7 @@ def test_torch_is_not_loaded(code):
 
 
 def test_no_verb_needs_torch_for_its_help():
-    code = "from anechoic.cli import main\nfrom anechoic.api import VERBS\nimport contextlib\n"
+    code = "from anechoic.cli.main import main\nfrom anechoic.cli import VERBS\nimport contextlib\n"
     code += "for name in VERBS:\n    with contextlib.suppress(SystemExit):\n        main([name, '--help'])"
     assert not loaded_after(code)
 
@@ -87,13 +87,13 @@ def test_mistakes_get_one_sentence_and_exit_code_2(capsys):
 
 
 def test_unforeseen_errors_are_not_dressed_up_as_mistakes(monkeypatch):
-    import anechoic.api.catalogue
+    import anechoic.cli.list
 
     def broken(*, filter: str = "") -> None:
         """Break."""
         raise ValueError("a defect of ours")
 
-    monkeypatch.setattr(anechoic.api.catalogue, "models", broken)
+    monkeypatch.setattr(anechoic.cli.list, "models", broken)
     with pytest.raises(ValueError, match="a defect of ours"):
         main(["models"])
 
@@ -193,7 +193,7 @@ def test_only_mae_among_the_models_knows_another_model():
 def test_nobody_imports_the_command_line():
     for path in PACKAGE.rglob("*.py"):
         if path.name not in ("cli.py", "__main__.py"):
-            assert "anechoic.cli" not in set(modules_named_in(tree_of(path))), path
+            assert "anechoic.cli.main" not in set(modules_named_in(tree_of(path))), path
 
 
 def test_the_package_runs_as_a_module():
@@ -209,12 +209,12 @@ def test_only_the_right_files_know_the_heavy_libraries():
         assert ".cuda()" not in text, path
 
 
-@pytest.mark.parametrize("first", ["", "import anechoic.train.engine, anechoic.models.mae, anechoic.recipes.pocket\n"])
+@pytest.mark.parametrize("first", ["", "import anechoic.training.loop, anechoic.models.mae, anechoic.recipes.pocket\n"])
 def test_rooms_that_share_a_name_with_a_verb_are_called_as_it(first):
     """Whether the room has been imported before or not."""
     code = f"import anechoic\n{first}print(len(anechoic.recipes(filter='pocket').metrics['recipes']) > 3)\n"
     code += "print('resnet18' in anechoic.models(filter='resnet').text)\n"
-    code += "print(anechoic.train('pocket_mae_digits', dry_run=True).config['recipe'])\n"
+    code += "print(anechoic.training('pocket_mae_digits', dry_run=True).config['recipe'])\n"
     code += "from anechoic.models import build_model\n"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout.split() == ["True", "True", "pocket_mae_digits"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from anechoic.errors import UserError
-from anechoic.evals import features
+from anechoic.eval import features
 from anechoic.models import build_model
 from anechoic.models import packed as inference
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from anechoic.report.charts import histogram, line_chart, round_ticks
-from anechoic.report.html import (
+from anechoic.pages.charts import histogram, line_chart, round_ticks
+from anechoic.pages.html import (
     Html,
     Section,
     Sheet,
@@ -27,7 +27,7 @@ from anechoic.report.html import (
     table,
     write_page,
 )
-from anechoic.report.thumbnails import sheet, thumbnail
+from anechoic.pages.thumbnails import sheet, thumbnail
 
 VOID = {"meta", "img", "link", "input", "br"}
 

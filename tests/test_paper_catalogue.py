@@ -6,17 +6,17 @@ import json
 
 import pytest
 
-from anechoic.api.reproducing import refuse_failures
-from anechoic.cli import main
+from anechoic.cli.reproducing import refuse_failures
+from anechoic.cli.main import main
 from anechoic.config import differences
 from anechoic.errors import UserError
-from anechoic.paper import catalogue, crossover, full, pocket
-from anechoic.paper.map_pages import baseline_of
-from anechoic.paper.sweep import Folders, vary
-from anechoic.paper.trial import EvalPlan, is_file
+from anechoic_lab import catalogue, crossover, full, pocket
+from anechoic_lab.map_pages import baseline_of
+from anechoic.sweeps.sweep import Folders, vary
+from anechoic.sweeps.trial import EvalPlan, is_file
 from anechoic.recipes import recipe
-from anechoic.runtime.files import write_json
-from anechoic.train.build import check
+from anechoic.storage.files import write_json
+from anechoic.training.build import check
 
 POCKET_GRIDS = {grid.name: grid for grid in catalogue.choose("all", "pocket")}
 POCKET_GROUPS = {name: make for module in catalogue.SCALES["pocket"] for name, make in module.GROUPS.items()}
@@ -43,7 +43,7 @@ def mistake(*arguments):
 @pytest.fixture
 def no_data(monkeypatch):
     """Whoever opens data fails."""
-    for place in ("anechoic.data.open_source", "anechoic.train.build.open_source"):
+    for place in ("anechoic.data.open_source", "anechoic.training.build.open_source"):
         monkeypatch.setattr(place, lambda *_, **__: pytest.fail("data was opened"))
 
 
@@ -318,7 +318,7 @@ def json_config(name):
     from dataclasses import replace
     from pathlib import Path
 
-    from anechoic.api.reproducing import with_samples
+    from anechoic.cli.reproducing import with_samples
 
     config = replace(recipe(name), threads=1, devices=1)
     return config if config.optim.samples is not None else with_samples(config, Path())

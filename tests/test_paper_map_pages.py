@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from constructed_records import page, tables_of, with_probes, write_record
 
-from anechoic.paper import crossover, natural
-from anechoic.paper.map_pages import onset_words
-from anechoic.paper.statistics import Records, estimate, paired_over_time
-from anechoic.report import figures
+from anechoic_lab import crossover, cifar_length as natural
+from anechoic_lab.map_pages import onset_words
+from anechoic_lab.statistics import Records, estimate, paired_over_time
+from anechoic.pages import figures
 
 
 @pytest.mark.usefixtures("unrendered")

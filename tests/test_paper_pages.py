@@ -8,11 +8,11 @@ import pytest
 from constructed_records import POCKET_GRIDS, SEEDS, fill, page, pictures_of, tables_of, with_probes, write_record
 
 import anechoic
-from anechoic.paper import full, hands, pocket
-from anechoic.paper.evaluation import packed, unpacked
-from anechoic.paper.pages import write_index
-from anechoic.paper.statistics import Records, estimate
-from anechoic.paper.tables import difference_table, measured_table, signed
+from anechoic_lab import full, emoji_styles as hands, pocket
+from anechoic.sweeps.evaluation import packed, unpacked
+from anechoic_lab.pages import write_index
+from anechoic_lab.statistics import Records, estimate
+from anechoic_lab.markdown_tables import difference_table, measured_table, signed
 
 
 @pytest.mark.usefixtures("unrendered")

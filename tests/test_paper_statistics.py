@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from anechoic.paper.statistics import (
+from anechoic_lab.statistics import (
     Estimate,
     Records,
     crossover,
@@ -18,7 +18,7 @@ from anechoic.paper.statistics import (
     order_agreement,
     verdict,
 )
-from anechoic.report.estimates import estimates_with_shared_spread
+from anechoic.pages.estimates import estimates_with_shared_spread
 
 
 def write(folder, variant, seed, *, diverged=False, **metrics):

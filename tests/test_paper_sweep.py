@@ -12,8 +12,8 @@ import pytest
 
 from anechoic.config import Config, DataConfig, ModelConfig, MonitorConfig, OptimConfig, SaveConfig, ShortcutConfig
 from anechoic.errors import UserError
-from anechoic.paper import sweep as sweep_room
-from anechoic.paper.sweep import (
+from anechoic.sweeps import sweep as sweep_room
+from anechoic.sweeps.sweep import (
     ATTEMPTS,
     OVERHEAD_SECONDS,
     Folders,
@@ -25,8 +25,8 @@ from anechoic.paper.sweep import (
     vary,
     with_settings,
 )
-from anechoic.paper.trial import EvalPlan, Trial, finished, run_trial
-from anechoic.runtime.files import read_json, write_json
+from anechoic.sweeps.trial import EvalPlan, Trial, finished, run_trial
+from anechoic.storage.files import read_json, write_json
 
 OPTIONS = {
     "patch_size": 4,
@@ -243,9 +243,9 @@ def test_a_terminated_sweep_goes_on_and_ends_with_the_same_numbers(tmp_path):
     script = """if True:
         import sys
         from pathlib import Path
-        from anechoic.paper.trial import trial_from_json
-        from anechoic.paper.sweep import Folders, sweep
-        from anechoic.runtime.files import read_json
+        from anechoic.sweeps.trial import trial_from_json
+        from anechoic.sweeps.sweep import Folders, sweep
+        from anechoic.storage.files import read_json
         here = Path(sys.argv[1])
         sweep([trial_from_json(read_json(here / "trial.json"))], Folders(here / "records", here / "runs"))
     """

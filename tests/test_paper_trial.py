@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from anechoic.cli import main
+from anechoic.cli.main import main
 from anechoic.config import (
     Config,
     DataConfig,
@@ -24,10 +24,10 @@ from anechoic.config import (
 )
 from anechoic.data import open_source
 from anechoic.errors import UserError
-from anechoic.paper import evaluation
-from anechoic.paper.trial import EvalPlan, Trial, is_file, localised, located, rounded, run_trial, trial_from_json
-from anechoic.paper.verify import compare, numbers, verdict_text
-from anechoic.runtime.files import read_json, write_json
+from anechoic.sweeps import evaluation
+from anechoic.sweeps.trial import EvalPlan, Trial, is_file, localised, located, rounded, run_trial, trial_from_json
+from anechoic_lab.verify import compare, numbers, verdict_text
+from anechoic.storage.files import read_json, write_json
 
 BATCH = 16
 EVALUATION = EvalPlan("digits:train", "digits:test", fitted=200, tested=100)
@@ -255,7 +255,7 @@ def test_a_classifier_is_evaluated_by_its_own_decisions(tmp_path):
 
 
 def test_a_trial_is_evaluated_with_the_threads_of_its_training(tmp_path, monkeypatch):
-    monkeypatch.setattr("anechoic.paper.trial.measure", lambda *_: {"seen_threads": torch.get_num_threads()})
+    monkeypatch.setattr("anechoic.sweeps.trial.measure", lambda *_: {"seen_threads": torch.get_num_threads()})
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from anechoic.api.planning import budget_of
-from anechoic.cli import main
+from anechoic.cli.planning import budget_of
+from anechoic.cli.main import main
 from anechoic.recipes import recipe
-from anechoic.train.plan import DEVICES, memory_by_part, passes_of, plan
+from anechoic.training.cost import DEVICES, memory_by_part, passes_of, plan
 
 IN100, IN1K = 800 * 126_689, 800 * 1_281_167
 
@@ -53,7 +53,7 @@ def test_the_paper_s_hours_are_found_from_its_hardware(mae) -> None:
 def test_operations_equal_the_formulas(mae) -> None:
     """Counted on tensors without content, against the products written down for the plain algorithm."""
     from anechoic.models import model_config
-    from anechoic.models.flops import step_flops
+    from anechoic.training.flops import step_flops
 
     config = model_config("mae_base_patch16", alpha_min=0.6)
     formula = step_flops(config, 1)
@@ -70,7 +70,7 @@ def test_operations_equal_those_counted_in_a_real_step() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     from anechoic.models import build_model
-    from anechoic.train.build import model_options
+    from anechoic.training.build import model_options
 
     config = small()
     model = build_model(config.model.name, **model_options(config)).train()
@@ -89,7 +89,7 @@ import pathlib, sys, torch
 sys.path.insert(0, {here!r})
 from test_planning import small
 from anechoic.models.layers import choose_path
-from anechoic.train.build import make_model
+from anechoic.training.build import make_model
 config = small()
 batch = {batch}
 model = make_model(config).train()
@@ -171,7 +171,7 @@ def test_an_epoch_of_latents_is_of_images_and_mirror_images():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    from anechoic.train.engine import fit
+    from anechoic.training.loop import fit
 
     config = recipe("pocket_mae_digits")
     config = replace(
@@ -238,7 +238,7 @@ def test_changed_data_is_found(run: Path, tmp_path: Path, capsys) -> None:
 
 
 def test_little_shared_memory_is_a_problem(monkeypatch) -> None:
-    from anechoic.train import health
+    from anechoic.training import doctor as health
 
     monkeypatch.setattr(health, "LITTLE_SHARED_MEMORY", 1 << 60)
     monkeypatch.setattr(health, "LITTLE_DISK", 1 << 60)

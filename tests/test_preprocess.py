@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from anechoic.errors import UserError
-from anechoic.models.preprocess import Preprocess
+from anechoic.data.preprocess import Preprocess
 
 COLOUR = Preprocess((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 32, 3)
 

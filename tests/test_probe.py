@@ -13,9 +13,9 @@ from sklearn.linear_model import LogisticRegression
 from torch import nn
 
 from anechoic.errors import UserError
-from anechoic.evals import probe
-from anechoic.evals.logistic import fit_logistic
-from anechoic.evals.probe import LARS, Setting, in100_lr, in100_probe, logistic_probe, mae_lr, mae_probe
+from anechoic.eval.metrics import probe
+from anechoic.eval.metrics.logistic import fit_logistic
+from anechoic.eval.metrics.probe import LARS, Setting, in100_lr, in100_probe, logistic_probe, mae_lr, mae_probe
 
 
 def digits():
@@ -255,7 +255,7 @@ def test_layers_of_other_widths_and_regularisers_out_of_range():
 
 
 def test_the_benchmark_compares_converged_fits():
-    from anechoic.benchmarks.probe import compare, image_features
+    from anechoic_lab.bench.probe import compare, image_features
 
     x, y = image_features(120)
     found = compare("a few images", x[:, :24], y, rounds=1)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import anechoic
-from anechoic.cli import main
+from anechoic.cli.main import main
 from anechoic.config import OptimConfig, from_json, to_json
 from anechoic.errors import UserError
 from anechoic.models import model_config
@@ -26,8 +26,8 @@ from anechoic.recipes.pretrain import (
     choose_pocket_lr,
     pretrain_config,
 )
-from anechoic.runtime.files import read_json
-from anechoic.train.build import check
+from anechoic.storage.files import read_json
+from anechoic.training.build import check
 
 
 @pytest.mark.parametrize("name", table())
@@ -147,7 +147,7 @@ def run(capsys, *arguments):
 
 WITHOUT_TORCH = """
 import sys
-from anechoic.cli import main
+from anechoic.cli.main import main
 try:
     sys.exit(main(sys.argv[1:]))
 finally:

@@ -9,7 +9,7 @@ import pytest
 from processes import Command, alive, descendants, run_to_the_end, wait_until
 
 from anechoic.runtime import checkpoint
-from anechoic.runtime.files import read_json
+from anechoic.storage.files import read_json
 from anechoic.runtime.run import CLOCK_FIELDS, read_metrics
 
 STEPS, BATCH = 120, 16

@@ -8,13 +8,13 @@ import torch
 
 from anechoic.data import Subset, open_source
 from anechoic.errors import NotFiniteError, UserError
-from anechoic.evals.encoders import Encoder, flat
-from anechoic.evals.evaluator import EvalSpec, Evaluator
-from anechoic.evals.labelled import Labelled
-from anechoic.evals.retrieval import group_accuracy, retrieval_accuracy, retrieval_matrix
-from anechoic.evals.whitening import SCALINGS, rescaled
+from anechoic.eval.encoders import Encoder, flat
+from anechoic.eval.evaluator import EvalSpec, Evaluator
+from anechoic.eval.eval_data import Labelled
+from anechoic.eval.metrics.retrieval import group_accuracy, retrieval_accuracy, retrieval_matrix
+from anechoic.eval.feature_scaling import SCALINGS, rescaled
 from anechoic.models import build_model
-from anechoic.models.preprocess import Preprocess
+from anechoic.data.preprocess import Preprocess
 
 
 def drawings(things=12, styles=3, dim=6, seed=0):
@@ -190,8 +190,8 @@ def test_flat_tokens_keep_the_layout(tiny):
 
 
 def test_a_record_keeps_retrieval_of_every_layer_and_what_stands_beside_it(tmp_path):
-    from anechoic.paper.hands import EVALUATION, emoji
-    from anechoic.paper.trial import Trial, run_trial, trial_from_json
+    from anechoic_lab.emoji_styles import EVALUATION, emoji
+    from anechoic.sweeps.trial import Trial, run_trial, trial_from_json
 
     config = emoji(0.6, lr=8e-3, samples=256)
     small = {"dim": 24, "depth": 2, "num_heads": 2, "decoder_dim": 16, "decoder_depth": 1, "decoder_num_heads": 2}

@@ -11,9 +11,9 @@ import pytest
 
 import anechoic.runtime.run
 from anechoic.errors import UserError
-from anechoic.runtime import files
-from anechoic.runtime.files import _delete as delete
-from anechoic.runtime.files import read_json, write_aside, write_json
+from anechoic.storage import files
+from anechoic.storage.files import _delete as delete
+from anechoic.storage.files import read_json, write_aside, write_json
 from anechoic.runtime.run import Run, read_metrics
 
 HOLD = """

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from anechoic.errors import UserError
-from anechoic.evals import segment
-from anechoic.evals.spectral import (
+from anechoic.eval import segmentation as segment
+from anechoic.eval.spectral import (
     SIDE,
     SpectralOptions,
     pooled,

@@ -14,12 +14,13 @@ from PIL import Image
 from zoo import make
 
 import anechoic
-from anechoic.cli import flags_of, main
+from anechoic.cli.main import flags_of, main
 from anechoic.config import Config, OptimConfig, SaveConfig
 from anechoic.config.checking import descriptions, hints
-from anechoic.data import decoding, open_source
+from anechoic.data import decode as decoding
+from anechoic.data import open_source
 from anechoic.errors import UserError
-from anechoic.models.preprocess import Preprocess
+from anechoic.data.preprocess import Preprocess
 from anechoic.runtime.checkpoint import model_card, write_model
 
 
@@ -52,7 +53,7 @@ def test_types_are_checked_with_a_sentence():
 def test_an_exported_folder_says_how_to_take_it_over(run, tmp_path):
     import torch
 
-    from anechoic.exchange.exporting import to_timm, to_torch_export
+    from anechoic.weights.exporting import to_timm, to_torch_export
 
     model = anechoic.load(run)
     images = torch.randn(2, 3, 16, 16)
@@ -120,7 +121,7 @@ def test_missing_data_is_told_in_a_dry_run_too(tmp_path, capsys):
 
 @pytest.mark.parametrize("words", [["--help"], ["pretrain", "--help"]])
 def test_a_reader_that_leaves_early(words):
-    script = f"import sys; sys.argv[1:] = {words}; from anechoic.cli import main; sys.exit(main())"
+    script = f"import sys; sys.argv[1:] = {words}; from anechoic.cli.main import main; sys.exit(main())"
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
         error = process.stderr.read()
@@ -141,7 +142,7 @@ def test_a_message_has_a_line_of_its_own(monkeypatch):
     """Beside a bar that is being drawn."""
     from tqdm import tqdm
 
-    from anechoic.cli import say
+    from anechoic.cli.main import say
 
     class Terminal(io.StringIO):
         def isatty(self):
@@ -250,8 +251,8 @@ def test_a_sweep_fixes_settings_beside_those_it_varies(tmp_path, capsys):
 
 
 def test_a_sweep_into_a_file_says_now_and_then_how_far_it_is(monkeypatch, tmp_path):
-    from anechoic.paper import sweep
-    from anechoic.paper.trial import Trial
+    from anechoic.sweeps import sweep
+    from anechoic.sweeps.trial import Trial
     from anechoic.recipes import recipe
 
     trial = Trial("alpha0.6-seed0", "alpha0.6", recipe("pocket_mae_digits"))

@@ -19,12 +19,12 @@ import anechoic
 from anechoic.config import DataConfig, ModelConfig, ObjectiveConfig, OptimConfig, SaveConfig
 from anechoic.data import open_source
 from anechoic.errors import UserError
-from anechoic.evals.encoders import run_encoder
-from anechoic.evals.reconstruction import filled_in, reconstructions
+from anechoic.eval.encoders import run_encoder
+from anechoic.eval.reconstruction import filled_in, reconstructions
 from anechoic.runtime.checkpoint import checkpoints
 from anechoic.runtime.run import Run, holder, read_metrics
-from anechoic.serve.studio import hidden_patches
-from anechoic.train.engine import fit
+from anechoic.server.inference import hidden_patches
+from anechoic.training.loop import fit
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_heic_is_taken_with_its_extra(client, monkeypatch):
     assert client.upload("/embed", file.getvalue()).status == 200
     damaged = client.upload("/embed", file.getvalue()[:60])
     assert (damaged.status, "no image that can be read" in damaged.json["detail"]) == (400, True)
-    monkeypatch.setattr("anechoic.data.decoding.HAS_HEIC", False)
+    monkeypatch.setattr("anechoic.data.decode.HAS_HEIC", False)
     without = client.upload("/embed", file.getvalue())
     assert (without.status, "anechoic[heic]" in without.json["detail"]) == (400, True)
 
@@ -100,7 +100,7 @@ def test_an_image_of_the_collection_is_its_own_neighbour(client):
 
 
 def test_images_that_cannot_be_embedded_are_told_of_and_tried_again(run, monkeypatch):
-    from anechoic.serve import studio as room
+    from anechoic.server import inference as room
 
     studio = room.Studio(run, data=None, device="cpu", pixels=1 << 20)
     make = room.Collection.of
@@ -249,7 +249,7 @@ def test_a_training_is_followed_stopped_and_resumed(tmp_path):
             assert stopped["state"] == "stopped"
             assert stopped["seen"] < 32 * 150
             assert int(checkpoints(path / "checkpoints")[-1].name) == stopped["seen"]
-            assert "anechoic.train" in stopped["resume_command"]
+            assert "anechoic.training" in stopped["resume_command"]
             assert client.post("/stop").status == 400
             assert client.post("/resume").status == 200
             assert client.get("/status").json["state"] == "running"

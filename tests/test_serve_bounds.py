@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from serving import BOUNDARY, FORM, make_pictures, png, serving, small_config, wait_for
 
-from anechoic.cli import main
+from anechoic.cli.main import main
 from anechoic.errors import UserError
-from anechoic.serve.guard import ImpatientProtocol, Limits, is_local
-from anechoic.serve.server import check_token, listen
-from anechoic.serve.worker import Busy, Worker
-from anechoic.train.engine import fit
+from anechoic.server.middleware import ImpatientProtocol, Limits, is_local
+from anechoic.server.server import check_token, listen
+from anechoic.server.worker import Busy, Worker
+from anechoic.training.loop import fit
 
 
 @pytest.fixture(scope="module")
@@ -365,7 +365,7 @@ def test_a_port_in_use_and_no_run(capsys, run, tmp_path):
 
 
 def test_without_its_packages_it_names_the_extra(capsys, run, monkeypatch):
-    from anechoic.api import reporting
+    from anechoic.cli.main import reporting
 
     monkeypatch.setattr(reporting, "find_spec", lambda name: None)
     assert main(["serve", str(run)]) == 2

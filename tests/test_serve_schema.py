@@ -7,7 +7,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from serving import serving, small_config
 
-from anechoic.train.engine import fit
+from anechoic.training.loop import fit
 
 EXAMPLES = 12
 

@@ -24,12 +24,12 @@ from anechoic.errors import UserError
 from anechoic.runtime import checkpoint
 from anechoic.runtime.distributed import average_gradients, join, launch, parallel, wait_for_all
 from anechoic.runtime.run import read_metrics
-from anechoic.runtime.sharding import is_shared_out, local, shard, whole
+from anechoic.runtime.fsdp import is_shared_out, local, shard, whole
 from anechoic.runtime.signals import InterruptedRun
-from anechoic.train import engine
-from anechoic.train.build import check, make_model, preprocess_of
-from anechoic.train.engine import Task, fit, split
-from anechoic.train.objectives import make_objective
+from anechoic.training import loop as engine
+from anechoic.training.build import check, make_model, preprocess_of
+from anechoic.training.loop import Task, fit, split
+from anechoic.training.objectives import make_objective
 
 BATCH, STEPS = 24, 30  # shared by one, two or three processes in two parts
 UVIT = {"patch_size": 2, "dim": 24, "depth": 2, "num_heads": 2, "num_classes": 10, "label_dropout": 0.1}
@@ -122,7 +122,7 @@ def noting_ids(config, folder):
 
 def refusing_disk(config, folder):
     """Train; the second checkpoint meets a disk that refuses."""
-    from anechoic.runtime import parts
+    from anechoic.runtime import sharded_checkpoint as parts
 
     real, saves = parts.write_aside, []
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from anechoic import build_model
-from anechoic.cli import main
-from anechoic.models.preprocess import Preprocess
+from anechoic.cli.main import main
+from anechoic.data.preprocess import Preprocess
 from anechoic.runtime.checkpoint import load, model_card, write_model
 
 TINY = {"image_size": 16, "patch_size": 4, "dim": 48, "depth": 2, "num_heads": 3}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import anechoic
-from anechoic.api import VERBS
+from anechoic.cli import VERBS
 from anechoic.config import Config, settings
 from anechoic.recipes import table
 

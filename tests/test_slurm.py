@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from anechoic.cli import main
+from anechoic.cli.main import main
 
 TRAIN = ("train", "pocket_mae_digits", "--data.source", "digits:train", "--optim.batch-size", "64")
 TINY = ("--model.options", "dim=16", "depth=2", "num_heads=2", "--optim.epochs", "None", "--optim.samples", "512")

@@ -9,7 +9,7 @@ from sklearn.datasets import load_digits
 from anechoic import build_model, decay
 from anechoic.errors import UserError
 from anechoic.surgery import weight_factors
-from anechoic.train.optim import match_scales, parameter_groups, set_learning_rate
+from anechoic.training.optim import match_scales, parameter_groups, set_learning_rate
 
 
 @pytest.fixture(scope="module")

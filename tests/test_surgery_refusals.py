@@ -144,7 +144,7 @@ def test_other_uses_of_the_block_of_dit_are_refused():
 
 def test_another_version_of_a_library_is_named(plain, monkeypatch):
     model = plain("timm-vit")
-    monkeypatch.setitem(sys.modules, "anechoic.surgery.of_timm", None)
+    monkeypatch.setitem(sys.modules, "anechoic.adapters.timm", None)
     with pytest.raises(UserError, match=r"version of timm lacks.*anechoic\[families\]"):
         decay(model)
 

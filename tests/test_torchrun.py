@@ -14,7 +14,7 @@ from test_engine import BATCH, tiny_config
 
 from anechoic.config import SaveConfig, to_json
 from anechoic.runtime import checkpoint
-from anechoic.train.engine import fit
+from anechoic.training.loop import fit
 
 
 def free_port():
@@ -33,7 +33,7 @@ def agent(port, config, run, log, *, host):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with open(log, "ab") as output:
         return subprocess.Popen(
-            [*command, "-m", "anechoic.train", str(config), str(run)],
+            [*command, "-m", "anechoic.training", str(config), str(run)],
             stdout=output,
             stderr=output,
             env=environment,

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from anechoic.data import Subset, open_source
-from anechoic.evals.encoders import ConstantEncoder, Encoder, RawPixels
-from anechoic.evals.evaluator import EvalSpec, Evaluator
-from anechoic.evals.label_free import found_again
-from anechoic.evals.labelled import Labelled
-from anechoic.evals.verdict import Signals, late_gain, measure, verdict_of
+from anechoic.eval.encoders import ConstantEncoder, Encoder, RawPixels
+from anechoic.eval.evaluator import EvalSpec, Evaluator
+from anechoic.eval.metrics.crop_retrieval import found_again
+from anechoic.eval.eval_data import Labelled
+from anechoic.eval.verdict import Signals, late_gain, measure, verdict_of
 from anechoic.models import build_model
 from anechoic.models.layers import patchify
 from anechoic.models.mae import normalise_patches
-from anechoic.models.preprocess import Preprocess
+from anechoic.data.preprocess import Preprocess
 from anechoic.rng import Draws
 
 GREY = Preprocess((0.5,), (0.5,), 8, 1)

@@ -9,7 +9,7 @@ import numpy as np
 
 from anechoic import linear
 from anechoic.data.emoji import read_index, sheet
-from anechoic.report.figures import draw_decay, draw_sheet
+from anechoic.pages.figures import draw_decay, draw_sheet
 
 FIGURES = Path(__file__).resolve().parents[1] / "docs" / "figures"
 BRANCHES = 24  # of a ViT-B

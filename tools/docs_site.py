@@ -90,7 +90,7 @@ def relinked(text: str) -> str:
 
 
 def verbs_page() -> str:
-    from anechoic.api import VERBS
+    from anechoic.cli import VERBS
 
     parts = [
         "# Verbs",
@@ -105,7 +105,7 @@ def verbs_page() -> str:
 
 
 def verb_section(name: str) -> Iterator[str]:
-    from anechoic.api import verb
+    from anechoic.cli import verb
 
     function = verb(name)
     told = docstring_parser.parse(inspect.getdoc(function) or "")

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from anechoic.evals.exploring import explored
-from anechoic.evals.index import SCALING, Searchable
+from anechoic.index.collection import explored
+from anechoic.index.index import SCALING, Searchable
 from anechoic.outcome import Outcome
-from anechoic.runtime.files import write_json
+from anechoic.storage.files import write_json
 
 
 def peak_megabytes() -> float:

@@ -21,12 +21,12 @@ import numpy as np
 from PIL import Image, ImageEnhance
 
 from anechoic.data import open_source
-from anechoic.evals.encoders import open_encoder
-from anechoic.evals.exploring import all_neighbours, duplicate_limit, duplicate_pairs
-from anechoic.evals.index import Searchable, open_index
-from anechoic.evals.whitening import SCALINGS
+from anechoic.eval.encoders import open_encoder
+from anechoic.index.collection import all_neighbours, duplicate_limit, duplicate_pairs
+from anechoic.index.index import Searchable, open_index
+from anechoic.eval.feature_scaling import SCALINGS
 from anechoic.outcome import Outcome
-from anechoic.runtime.files import write_json
+from anechoic.storage.files import write_json
 
 EACH = 20
 

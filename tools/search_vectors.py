@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from anechoic.data import open_source
-from anechoic.evals.encoders import Encoder, flat, open_encoder
-from anechoic.evals.feature_cache import features_of
-from anechoic.evals.index import FLAT_WIDTH, Searchable
-from anechoic.evals.retrieval import retrieval_accuracy
-from anechoic.evals.whitening import SCALINGS, rescaled
+from anechoic.eval.encoders import Encoder, flat, open_encoder
+from anechoic.eval.feature_cache import features_of
+from anechoic.index.index import FLAT_WIDTH, Searchable
+from anechoic.eval.metrics.retrieval import retrieval_accuracy
+from anechoic.eval.feature_scaling import SCALINGS, rescaled
 from anechoic.outcome import Outcome
-from anechoic.runtime.files import write_json
+from anechoic.storage.files import write_json
 
 # Beyond this width a covariance does not fit a laptop, so such vectors are not whitened.
 WIDEST = 2048

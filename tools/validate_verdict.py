@@ -24,15 +24,15 @@ from scipy.stats import bootstrap, spearmanr
 from anechoic.config import Config, from_json
 from anechoic.data import Subset
 from anechoic.data.split import hold_out
-from anechoic.evals.encoders import RawPixels, run_encoder
-from anechoic.evals.evaluator import EvalSpec, Evaluator
-from anechoic.evals.labelled import open_labelled
-from anechoic.evals.verdict import measure, verdict_of
+from anechoic.eval.encoders import RawPixels, run_encoder
+from anechoic.eval.evaluator import EvalSpec, Evaluator
+from anechoic.eval.eval_data import open_labelled
+from anechoic.eval.verdict import measure, verdict_of
 from anechoic.outcome import commit, machine
 from anechoic.recipes import recipe
 from anechoic.runtime.checkpoint import checkpoints
 from anechoic.runtime.run import read_frozen_config, read_metrics
-from anechoic.train.build import open_data
+from anechoic.training.build import open_data
 
 # Signal -> where it stands in a point.
 SIGNALS = ("crop_retrieval", "crop_lead", "skill", "rank", "rank_share")
@@ -65,7 +65,7 @@ def config_of(*, alpha_min: float, lr: float, mask_ratio: float) -> Config:
 
 def train_grid(folder: Path) -> list[Path]:
     from anechoic.errors import UserError
-    from anechoic.train.engine import fit
+    from anechoic.training.loop import fit
 
     done = []
     for name, settings in GRID.items():

@@ -12,19 +12,19 @@ from pathlib import Path
 from anechoic.data.archives import open_shard_pattern, open_tar, open_zip
 from anechoic.data.arrays import Array, open_array
 from anechoic.data.augment import Augment
-from anechoic.data.cache import cache_dir
-from anechoic.data.contents import Contents
-from anechoic.data.decoding import Undecodable, decode
+from anechoic.data.pixel_cache import cache_dir
+from anechoic.data.content_checksums import Contents
+from anechoic.data.decode import Undecodable, decode
 from anechoic.data.embedded import Scenes, open_digits, open_scenes
 from anechoic.data.emoji import open_emoji
 from anechoic.data.files import open_folder, open_list, open_paths
 from anechoic.data.loader import Batch, Loader
-from anechoic.data.places import is_url
+from anechoic.data.remote_files import is_url
 from anechoic.data.shards import INDEX, open_indexed, open_remote
 from anechoic.data.source import IMAGE_SUFFIXES, BadImage, EncodedSource, Source, Subset, common_labels
 from anechoic.data.tables import Parquet, open_hub
 from anechoic.errors import UserError, nearest_name
-from anechoic.runtime.untrusted import reason
+from anechoic.storage.safe_io import reason
 
 __all__ = [
     "Array",

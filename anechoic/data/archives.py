@@ -24,9 +24,9 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from anechoic.data.cache import cache_dir, read_cached, write_cached
-from anechoic.data.decoding import Undecodable, decode
-from anechoic.data.places import Place, filesystem, is_url, name_of, open_place, size_of, stamp_of
+from anechoic.data.pixel_cache import cache_dir, read_cached, write_cached
+from anechoic.data.decode import Undecodable, decode
+from anechoic.data.remote_files import Place, filesystem, is_url, name_of, open_place, size_of, stamp_of
 from anechoic.data.source import (
     BadImage,
     EncodedSource,
@@ -40,7 +40,7 @@ from anechoic.data.source import (
     refuse_exhaustion,
 )
 from anechoic.errors import UserError
-from anechoic.runtime.untrusted import MAX_IMAGE_BYTES, open_regular, reason
+from anechoic.storage.safe_io import MAX_IMAGE_BYTES, open_regular, reason
 
 REMEMBER_FROM = 20_000
 # Archives that stay mapped; each takes one of the files a process may have open, often 1024.

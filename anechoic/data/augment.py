@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from anechoic.errors import UserError
-from anechoic.models.preprocess import MARGIN, evaluation_side, middle, resize
+from anechoic.data.preprocess import MARGIN, evaluation_side, middle, resize
 from anechoic.rng import Draws
 
 KINDS = ("crop", "pad", "centre", "none")

@@ -20,7 +20,7 @@ from torch import Tensor
 from anechoic.data.arrays import Array
 from anechoic.data.source import BadImage, Source, digest
 from anechoic.errors import UserError
-from anechoic.models.pixels import luminance
+from anechoic.data.pixels import luminance
 from anechoic.rng import Draws
 
 SPLITS = ("train", "test")

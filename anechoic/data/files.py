@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from anechoic.data.cache import cache_dir, read_cached, write_cached
-from anechoic.data.decoding import IGNORED_SUFFIXES
+from anechoic.data.pixel_cache import cache_dir, read_cached, write_cached
+from anechoic.data.decode import IGNORED_SUFFIXES
 from anechoic.data.source import (
     EncodedSource,
     Names,
@@ -25,7 +25,7 @@ from anechoic.data.source import (
     number_classes,
 )
 from anechoic.errors import UserError
-from anechoic.runtime.untrusted import read_regular, reason
+from anechoic.storage.safe_io import read_regular, reason
 
 # Listing fewer files takes less than a tenth of a second and needs no cache.
 REMEMBER_FROM = 20_000

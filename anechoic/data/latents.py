@@ -23,11 +23,11 @@ from torch import Tensor
 from anechoic.data.arrays import numpy_damage
 from anechoic.data.source import BadImage, Source, check_labels, digest
 from anechoic.errors import UserError
-from anechoic.models.preprocess import Preprocess
+from anechoic.data.preprocess import Preprocess
 from anechoic.rng import Draws
-from anechoic.runtime.files import write_aside
-from anechoic.runtime.fingerprint import hash_tensors
-from anechoic.runtime.untrusted import of_kind, read_table, refuse_giants, refuse_odd_files, refuse_unbacked
+from anechoic.storage.files import write_aside
+from anechoic.storage.fingerprint import hash_tensors
+from anechoic.storage.safe_io import of_kind, read_table, refuse_giants, refuse_odd_files, refuse_unbacked
 
 FORMAT = "anechoic-latents-1"
 CARD, MOMENTS, LABELS = "latents.json", "moments.f32", "labels.npy"

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from anechoic.data.augment import Augment
-from anechoic.data.cache import stored
+from anechoic.data.pixel_cache import stored
 from anechoic.data.source import BadImage, Source, Transform
 from anechoic.errors import UserError
 from anechoic.rng import Draws

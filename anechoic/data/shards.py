@@ -23,12 +23,12 @@ from torch import Tensor
 
 from anechoic.data.archives import CHECKED_TAR, MEMBER, Packed, expand_braces, open_shards, packed_class
 from anechoic.data.arrays import numpy_damage, read_npz
-from anechoic.data.decoding import Undecodable, decode
-from anechoic.data.places import filesystem, is_url
+from anechoic.data.decode import Undecodable, decode
+from anechoic.data.remote_files import filesystem, is_url
 from anechoic.data.source import BadImage, EncodedSource, Names, Source, check_labels, digest, refuse_exhaustion
 from anechoic.errors import UserError
-from anechoic.runtime.files import write_aside
-from anechoic.runtime.untrusted import reason
+from anechoic.storage.files import write_aside
+from anechoic.storage.safe_io import reason
 
 INDEX = "index.npz"
 FORMAT = "anechoic-shards-1"

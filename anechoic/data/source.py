@@ -18,8 +18,8 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from anechoic.data.contents import Contents
-from anechoic.data.decoding import IGNORED_SUFFIXES, IMAGE_SUFFIXES, Undecodable, decode
+from anechoic.data.content_checksums import Contents
+from anechoic.data.decode import IGNORED_SUFFIXES, IMAGE_SUFFIXES, Undecodable, decode
 from anechoic.errors import UserError
 from anechoic.rng import Draws
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from anechoic.data.decoding import Undecodable
+from anechoic.data.decode import Undecodable
 from anechoic.data.source import EncodedSource, check_labels, digest, number_classes
 from anechoic.errors import UserError
-from anechoic.runtime.untrusted import read_regular, reason, refuse_odd_files
+from anechoic.storage.safe_io import read_regular, reason, refuse_odd_files
 
 LABEL_COLUMNS = ("label", "labels", "fine_label", "class")
 

@@ -23,9 +23,9 @@ from torch import Tensor
 from anechoic.errors import UserError, nearest_name
 from anechoic.models import family_of, to_json
 from anechoic.models.network import Network, check_marks
-from anechoic.models.preprocess import Preprocess
-from anechoic.runtime.card import FORMAT, network_of
-from anechoic.runtime.files import (
+from anechoic.data.preprocess import Preprocess
+from anechoic.runtime.model_card import FORMAT, network_of
+from anechoic.storage.files import (
     checksum,
     flush,
     remove,
@@ -34,8 +34,8 @@ from anechoic.runtime.files import (
     write_aside,
     write_json,
 )
-from anechoic.runtime.sharding import placed
-from anechoic.runtime.untrusted import read_table, reason
+from anechoic.runtime.fsdp import placed
+from anechoic.storage.safe_io import read_table, reason
 
 log = logging.getLogger("anechoic")
 
@@ -158,7 +158,7 @@ def latest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 def read_tensors(path: Path, name: str) -> dict[str, Tensor]:
     """Of model, optimizer or ema, whole."""
     if in_parts(path):
-        from anechoic.runtime.parts import read_whole
+        from anechoic.runtime.sharded_checkpoint import read_whole
 
         return read_whole(path, name)
     file = path / f"{name}.safetensors"
@@ -247,7 +247,7 @@ def _weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def _has_averages(path: Path) -> bool:
     if in_parts(path):
-        from anechoic.runtime.parts import sizes
+        from anechoic.runtime.sharded_checkpoint import sizes
 
         return any(name.startswith("ema/") for name in sizes(path))
     return (path / "ema.safetensors").exists()

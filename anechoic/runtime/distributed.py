@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anechoic.errors import UserError
-from anechoic.runtime.children import Asked, end_with, noting_signals
+from anechoic.runtime.subprocesses import Asked, end_with, noting_signals
 from anechoic.runtime.devices import own_device
-from anechoic.runtime.files import reserve
+from anechoic.storage.files import reserve
 from anechoic.runtime.signals import InterruptedRun, leave
 
 log = logging.getLogger("anechoic")

@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 
 from anechoic.errors import UserError
 from anechoic.outcome import commit, machine
-from anechoic.runtime.files import (
+from anechoic.storage.files import (
     checksum,
     digest_of,
     flush,
@@ -31,7 +31,7 @@ from anechoic.runtime.files import (
     unsealed,
     write_json,
 )
-from anechoic.runtime.untrusted import read_table
+from anechoic.storage.safe_io import read_table
 
 log = logging.getLogger("anechoic")
 

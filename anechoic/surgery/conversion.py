@@ -19,9 +19,9 @@ from anechoic.models import build
 from anechoic.models.layers import zero_branch_outputs
 from anechoic.models.network import MARKS, Network, NetworkConfig
 from anechoic.shortcut import AlphaMin, Shortcut, Stream, shortcut_factors
-from anechoic.surgery import blocks
+from anechoic.adapters import blocks
 from anechoic.surgery.algebra import Factors, edits, rescale
-from anechoic.surgery.blocks import Found
+from anechoic.adapters.blocks import Found
 
 ONLY = ("attention", "mlp")
 

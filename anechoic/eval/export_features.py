@@ -1,0 +1,95 @@
+"""Feature vectors as files for other programs: a row per image, with its name, as .npz, .parquet or .csv."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from anechoic.data import Source
+from anechoic.errors import UserError
+from anechoic.eval.encoders import Encoder
+from anechoic.eval.feature_cache import features_of
+from anechoic.eval.features import Pooling
+from anechoic.storage.files import write_aside
+
+FORMATS = (".npz", ".parquet", ".csv")
+CHUNK = 4096
+
+
+def embed_source(
+    encoder: Encoder,
+    source: Source,
+    output: Path,
+    *,
+    layer: int = -1,
+    pooling: Pooling | None = None,
+    device: str = "auto",
+    workers: int = 0,
+    about: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    """Embed every image of an open source in one pass, decoding, computing and writing at the same time."""
+    chosen = pooling or encoder.poolings[0]
+    features = features_of(
+        encoder, source, layers=(layer,), poolings=(chosen,), device=device, workers=workers, keep_pixels=False
+    )
+    (((number, _), vectors),) = features.sets.items()
+    names = [source.name(int(i)) for i in features.ids]
+    about = {**(about or {}), "layer": str(number), "pooling": chosen, "weights": encoder.fingerprint}
+    write_vectors(output, vectors, names=names, about=about)
+    skipped = [{"name": name, "reason": reason} for name, reason in features.skipped]
+    return {"vectors": len(names), "dim": vectors.shape[1], "skipped": skipped, **about}
+
+
+def write_vectors(path: Path, vectors: np.ndarray, *, names: Sequence[str], about: dict[str, str]) -> None:
+    """Names and float32 vectors (n, D) as .npz, .parquet or .csv; `about` says which encoder, layer and pooling.
+
+    Rows are streamed, so `vectors` may be a file itself.
+    """
+    check_format(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = {".npz": write_npz, ".parquet": write_parquet, ".csv": write_csv}[path.suffix.lower()]
+    with write_aside(path) as temporary:
+        writer(temporary, vectors, names, about)
+
+
+def check_format(path: Path) -> None:
+    if path.suffix.lower() not in FORMATS:
+        raise UserError(f"Vectors are written as {', '.join(FORMATS)}; {path.name!r} has none of these endings.")
+
+
+def write_npz(path: Path, vectors: np.ndarray, names: Sequence[str], about: dict[str, str]) -> None:
+    texts: dict[str, Any] = {key: np.array(value) for key, value in about.items()}
+    with open(path, "wb") as file:
+        np.savez(file, names=np.array(names, dtype=str), features=vectors, **texts)
+
+
+def write_parquet(path: Path, vectors: np.ndarray, names: Sequence[str], about: dict[str, str]) -> None:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise UserError('Parquet files need an extra package: pip install "anechoic[parquet]".') from error
+    dim = vectors.shape[1]
+    schema = pa.schema([("name", pa.string()), ("features", pa.list_(pa.float32(), dim))], metadata=about)
+    with pq.ParquetWriter(path, schema) as writer:
+        for rows in chunks(len(vectors)):
+            values = pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(vectors[rows]).ravel()), dim)
+            writer.write_table(pa.table([pa.array(names[rows], pa.string()), values], schema=schema))
+
+
+def write_csv(path: Path, vectors: np.ndarray, names: Sequence[str], about: dict[str, str]) -> None:
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["name", *(f"layer{about['layer']}_{about['pooling']}_{j}" for j in range(vectors.shape[1]))])
+        for rows in chunks(len(vectors)):
+            # repr of a float32 is the shortest text that reads back as the same number.
+            block = np.asarray(vectors[rows], dtype=np.float32)
+            writer.writerows([name, *map(str, row)] for name, row in zip(names[rows], block, strict=True))
+
+
+def chunks(count: int) -> Iterator[slice]:
+    return (slice(start, start + CHUNK) for start in range(0, count, CHUNK))

@@ -1,0 +1,1 @@
+"""Metrics of frozen features, one file each."""

@@ -1,0 +1,29 @@
+"""Top-1 accuracy of a network that classifies, by its own head."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from anechoic.errors import UserError
+from anechoic.eval.feature_cache import batches
+from anechoic.eval.features import evaluating
+
+if TYPE_CHECKING:
+    from anechoic.eval.evaluator import Subject
+
+
+@torch.inference_mode()
+def accuracy_metric(subject: Subject) -> dict[str, float]:
+    """accuracy in 0 .. 1 on centre crops of the readable test images."""
+    model, labels = subject.encoder.model, subject.labelled.test_labels
+    if labels is None:
+        raise UserError("Accuracy needs labels and the test data has none; sort the images into one folder per class.")
+    ids: list[np.ndarray] = []
+    right = 0
+    with evaluating(model):
+        for images in batches(subject.encoder, subject.labelled.test, device=str(subject.device), ids=ids):
+            right += int((model(images).argmax(dim=1).numpy(force=True) == labels[ids[-1]]).sum())
+    return {"accuracy": right / max(1, sum(map(len, ids)))}

@@ -1,0 +1,119 @@
+"""Metrics that need no label: is an image found by another crop of it, and are hidden patches guessed better than by
+the mean patch?
+
+What they are worth was measured on labelled data (docs/report.md). What follows from them is verdict.py's.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anechoic.data import Augment, Source, Subset
+from anechoic.eval.metrics.analysis import doubled
+from anechoic.eval.encoders import Encoder
+from anechoic.eval.feature_cache import batches
+from anechoic.eval.features import Key, evaluating, extract_batches
+from anechoic.eval.metrics.knn import unit_rows
+from anechoic.eval.eval_data import evenly
+from anechoic.eval.reconstruction import reconstructs
+from anechoic.eval.feature_scaling import rescaled
+from anechoic.models.layers import patchify
+from anechoic.models.mae import normalise_patches
+from anechoic.rng import Draws
+
+if TYPE_CHECKING:
+    from anechoic.eval.evaluator import Subject
+
+# Two crops of 30 to 80 per cent of the area share some of their pixels, never in the same places.
+CROP = Augment(kind="crop", scale=(0.3, 0.8), flip=False)
+# Images among which a crop is looked for, and pairs of crops of each.
+CROPPED, PAIRS = 512, 2
+
+
+def crops_metric(subject: Subject) -> dict[Key, dict[str, Any]]:
+    """crop_retrieval: the share of crops whose nearest other crop, one of each image, is of the same image.
+
+    crop_error is its standard error over images. Channels are standardised first, so that no loud channel decides
+    alone. Nothing for data that has no pixels to crop, such as latents.
+    """
+    source = subject.labelled.test
+    if source.transform is not None or len(source) < 2:
+        return {}
+    source = Subset(source, evenly(len(source), CROPPED))
+    keys = list(subject.sets)
+    hits: dict[Key, list[np.ndarray]] = {key: [] for key in keys}
+    for pair in range(PAIRS):
+        seeds = (subject.spec.seed + 2 * pair, subject.spec.seed + 2 * pair + 1)
+        one, other = (
+            crop_features(subject.encoder, source, keys, device=str(subject.device), seed=seed) for seed in seeds
+        )
+        for key in keys:
+            hits[key].append(found_again(one[key], other[key]))
+    found = {}
+    for key, shares in hits.items():
+        per_image = np.mean(shares, axis=0)
+        error = float(per_image.std()) / math.sqrt(len(per_image))
+        found[key] = {"crop_retrieval": float(per_image.mean()), "crop_error": error}
+    return found
+
+
+def crop_features(
+    encoder: Encoder, source: Source, keys: list[Key], *, device: str, seed: int
+) -> dict[Key, np.ndarray]:
+    """Features (n, D) of one crop of every image; the crop is a function of seed and image."""
+    stream = batches(encoder, source, device=device, augment=CROP, seed=seed)
+    layers, poolings = sorted({layer for layer, _ in keys}), list(dict.fromkeys(pooling for _, pooling in keys))
+    parts: dict[Key, list[np.ndarray]] = {key: [] for key in keys}
+    for found in extract_batches(encoder.model, stream, layers=layers, poolings=poolings, forward=encoder.forward):
+        for key in keys:
+            parts[key].append(found[key].numpy(force=True))
+    return {key: np.concatenate(values) for key, values in parts.items()}
+
+
+def found_again(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """(n,) 1.0 where the row of `other` most similar to a row of `one` is its own, by cosine of standardised channels.
+
+    Rows that tie with another count as not found: equal features tell nothing apart.
+    """
+    both = rescaled(np.concatenate([one, other]), "standardised")
+    a, b = unit_rows(both[: len(one)], name="crop"), unit_rows(both[len(one) :], name="crop")
+    similarities = a @ b.T
+    own = similarities.diagonal().clone()
+    similarities.fill_diagonal_(-torch.inf)
+    return (own > similarities.amax(dim=1)).double().numpy()
+
+
+@torch.inference_mode()
+def reconstruction_metric(subject: Subject) -> dict[str, float]:
+    """masked_loss: of an autoencoder on hidden patches, masks drawn from the seed; mean_patch_loss: that of predicting
+    the mean of all hidden patches for each of them. Nothing for other networks."""
+    encoder = subject.encoder
+    if not reconstructs(encoder):
+        return {}
+    model: Any = encoder.model
+    p, first, losses = model.config.patch_size, 0, 0.0
+    squares, total, count = 0.0, torch.zeros(()), 0
+    with evaluating(model):
+        for images in batches(encoder, subject.labelled.test, device=str(subject.device)):
+            ids = torch.arange(first, first + len(images), device=images.device)
+            patches = patchify(images, p)
+            noise = Draws(subject.spec.seed, ids, torch.zeros_like(ids)).uniform("mask", patches.shape[1])
+            loss, _, mask = model(images, noise)
+            hidden = targets(patches, mask, normalised=model.config.norm_pix)
+            losses += loss.item() * len(images)
+            squares += hidden.square().mean(dim=1).sum().item()
+            total = total + hidden.sum(dim=0).cpu()
+            count, first = count + len(hidden), first + len(images)
+    mean = total / count
+    return {"masked_loss": losses / first, "mean_patch_loss": squares / count - mean.square().mean().item()}
+
+
+def targets(patches: Tensor, mask: Tensor, *, normalised: bool) -> Tensor:
+    """What the autoencoder is to predict: the hidden ones (M, P) of all patches (B, N, P), in double precision."""
+    hidden = patches[mask.bool()]
+    return doubled(normalise_patches(hidden) if normalised else hidden)

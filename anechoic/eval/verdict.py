@@ -1,0 +1,248 @@
+"""Did training work? Signals of a run that need no label, and what follows from them in words.
+
+Collapsed, worse than raw pixels, plateaued or learning, with the reasons and what to try. How far each signal can be
+trusted was measured on labelled data (docs/report.md); the verdict rests on those that predicted k-NN there. It opens
+no run and draws nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from anechoic.data import Source
+from anechoic.errors import NotFiniteError
+from anechoic.eval.encoders import Encoder, RawPixels, seeded
+from anechoic.eval.evaluator import EvalSpec, Evaluation, Evaluator
+from anechoic.eval.eval_data import Labelled
+
+Word = Literal["learning", "plateaued", "collapsed", "worse than raw pixels"]
+
+# Images that are looked at; more would only take longer.
+SAMPLES = 512
+# Collapsed: the features fill fewer directions than this, and find an image no more often than its pixels do. Above it
+# rank decides nothing: whether it predicts anything depends on the data.
+LEAST_RANK = 1.5
+# Plateaued: the last third of the training brought less than this share of all that the loss fell, or hidden patches
+# are guessed less than this share better than by the mean patch.
+LEAST_LATE_GAIN, LEAST_SKILL = 0.02, 0.05
+# A difference of two shares counts if it is larger than so many standard errors.
+ERRORS = 2.0
+
+
+@dataclass(frozen=True)
+class Signals:
+    """None where a signal does not exist: no autoencoder, no untrained twin, no pixels, too short a curve.
+
+    late_gain: of all that the held-out loss fell, the share that fell in the last third of the training so far.
+    """
+
+    images: int
+    masked_loss: float | None = None
+    mean_patch_loss: float | None = None
+    rank: float | None = None
+    untrained_rank: float | None = None
+    crop_retrieval: float | None = None
+    crop_error: float | None = None
+    pixel_crop_retrieval: float | None = None
+    pixel_crop_error: float | None = None
+    untrained_crop_retrieval: float | None = None
+    late_gain: float | None = None
+
+    @property
+    def skill(self) -> float | None:
+        """1 - loss / loss of the mean patch: 0 is no better than that, 1 is perfect."""
+        if self.masked_loss is None or not self.mean_patch_loss:
+            return None
+        return 1 - self.masked_loss / self.mean_patch_loss
+
+    @property
+    def rank_share(self) -> float | None:
+        """The features' effective rank over that of the untrained network."""
+        if self.rank is None or not self.untrained_rank:
+            return None
+        return self.rank / self.untrained_rank
+
+    @property
+    def crop_lead(self) -> float | None:
+        """Crop retrieval minus that of raw pixels."""
+        if self.crop_retrieval is None or self.pixel_crop_retrieval is None:
+            return None
+        return self.crop_retrieval - self.pixel_crop_retrieval
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "skill": self.skill, "rank_share": self.rank_share, "crop_lead": self.crop_lead}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """word: the answer; reasons: what was measured; advice: what to try."""
+
+    word: Word
+    reasons: list[str]
+    advice: list[str]
+    signals: Signals = field(repr=False)
+
+    @property
+    def text(self) -> str:
+        lines = [f"Verdict: {self.word}.", *(f"  - {reason}" for reason in self.reasons)]
+        return "\n".join([*lines, *(f"  Try: {advice}" for advice in self.advice)])
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "word": self.word,
+            "reasons": self.reasons,
+            "advice": self.advice,
+            "signals": self.signals.to_json(),
+        }
+
+
+# ---- measuring
+
+
+def measure(
+    encoder: Encoder,
+    source: Source,
+    records: Sequence[Mapping[str, Any]] = (),
+    *,
+    device: str = "auto",
+    seed: int = 0,
+) -> Signals:
+    """The signals of an encoder on images it was not trained on; records: its metrics, for the curve."""
+    spec = EvalSpec(("rank", "crops", "reconstruction"), poolings=("mean",), tested=SAMPLES, seed=seed)
+    late = late_gain(records)
+    try:
+        own = looked_at(encoder, source, spec, device)
+    except NotFiniteError:
+        return Signals(0, rank=0.0, late_gain=late)
+    pixels = Encoder("raw pixels", RawPixels(), encoder.preprocess)
+    of_pixels = looked_at(pixels, source, replace(spec, metrics=("crops",)), device)
+    untrained: Mapping[str, Any] = {}
+    if encoder.untrained is not None:
+        twin = replace(encoder, name="untrained", model=seeded(encoder.untrained, seed=seed), untrained=None)
+        untrained = last(looked_at(twin, source, replace(spec, metrics=("rank", "crops")), device))
+    return Signals(
+        own.counts["test_samples"],
+        masked_loss=own.network.get("masked_loss"),
+        mean_patch_loss=own.network.get("mean_patch_loss"),
+        rank=last(own)["rank_columns"],
+        untrained_rank=untrained.get("rank_columns"),
+        crop_retrieval=last(own).get("crop_retrieval"),
+        crop_error=last(own).get("crop_error"),
+        pixel_crop_retrieval=last(of_pixels).get("crop_retrieval"),
+        pixel_crop_error=last(of_pixels).get("crop_error"),
+        untrained_crop_retrieval=untrained.get("crop_retrieval"),
+        late_gain=late,
+    )
+
+
+def looked_at(encoder: Encoder, source: Source, spec: EvalSpec, device: str) -> Evaluation:
+    return Evaluator(spec, device=device, cached=False).run(encoder, Labelled(None, source, None, None))
+
+
+def last(found: Evaluation) -> Mapping[str, Any]:
+    return found.rows[-1] if found.rows else {}
+
+
+def late_gain(records: Sequence[Mapping[str, Any]]) -> float | None:
+    """Of all that the loss fell, the share that fell in the last third; of held-out loss if it was measured.
+
+    None if there are too few points or the loss did not fall at all.
+    """
+    curve = curve_of(records)
+    if len(curve) < 4:
+        return None
+    (_, first), (end, final) = curve[0], curve[-1]
+    middle = [loss for seen, loss in curve if seen <= 2 / 3 * end][-1]
+    fallen = first - final
+    return (middle - final) / fallen if fallen > 0 else None
+
+
+def curve_of(records: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
+    """(seen, loss): held-out, or of training if nothing was held out."""
+    for name in ("held_out_loss", "loss"):
+        found = [(record["seen"], record[name]) for record in records if name in record]
+        if found:
+            return found
+    return []
+
+
+# ---- wording
+
+
+def verdict_of(signals: Signals, *, alpha_min: float | None = None) -> Verdict:
+    """The first that holds of: collapsed, worse than raw pixels, plateaued, learning."""
+    reasons = reasons_of(signals)
+    word: Word = "learning"
+    if collapsed(signals):
+        word = "collapsed"
+    elif worse_than_pixels(signals):
+        word = "worse than raw pixels"
+    elif plateaued(signals):
+        word = "plateaued"
+    return Verdict(word, reasons, advice_of(word, signals, alpha_min), signals)
+
+
+def collapsed(signals: Signals) -> bool:
+    few = signals.rank is not None and signals.rank < LEAST_RANK
+    return few and not (signals.crop_lead is not None and signals.crop_lead > chance(signals))
+
+
+def plateaued(signals: Signals) -> bool:
+    late = signals.late_gain is not None and signals.late_gain < LEAST_LATE_GAIN
+    return late or (signals.skill is not None and signals.skill < LEAST_SKILL)
+
+
+def worse_than_pixels(signals: Signals) -> bool:
+    """By more than chance."""
+    return signals.crop_lead is not None and signals.crop_lead < -chance(signals)
+
+
+def chance(signals: Signals) -> float:
+    """A lead in crop retrieval that may be chance."""
+    return ERRORS * math.hypot(signals.crop_error or 0.0, signals.pixel_crop_error or 0.0)
+
+
+def reasons_of(signals: Signals) -> list[str]:
+    found = []
+    if signals.skill is not None:
+        loss, mean = f"{signals.masked_loss:.3f}", f"{signals.mean_patch_loss:.3f}"
+        found.append(
+            f"Hidden patches are guessed with a loss of {loss}, {100 * signals.skill:.0f} % below the {mean} of always "
+            "guessing the mean patch."
+            if signals.skill > 0
+            else f"Hidden patches are guessed no better (loss {loss}) than by always guessing the mean patch ({mean})."
+        )
+    if signals.crop_retrieval is not None and signals.pixel_crop_retrieval is not None:
+        beside = [f"{100 * signals.pixel_crop_retrieval:.0f} % by raw pixels"]
+        if signals.untrained_crop_retrieval is not None:
+            beside.append(f"{100 * signals.untrained_crop_retrieval:.0f} % by the untrained network")
+        found.append(
+            f"An image is found again by another crop of it among {signals.images} in "
+            f"{100 * signals.crop_retrieval:.0f} % of tries ({', '.join(beside)})."
+        )
+    if signals.rank is not None:
+        beside_it = f"; the untrained network's fill {signals.untrained_rank:.1f}" if signals.untrained_rank else ""
+        found.append(f"The features fill {signals.rank:.1f} directions (effective rank){beside_it}.")
+    if signals.late_gain is not None:
+        share = f"{100 * signals.late_gain:.0f} %"
+        found.append(f"{share} of all that the loss fell, it fell in the last third of the training.")
+    return found
+
+
+def advice_of(word: Word, signals: Signals, alpha_min: float | None) -> list[str]:
+    decayed = alpha_min is not None and alpha_min < 1
+    if word == "collapsed":
+        return [f"a lower peak rate (--lr), {'a larger --alpha-min' if decayed else 'a longer run'}, other data."]
+    if word == "worse than raw pixels":
+        return [
+            "more epochs, more images or a smaller patch; until then a pretrained encoder (timm:NAME, hf:FOLDER) is "
+            "the better start."
+        ]
+    if word == "plateaued":
+        return ["more images, a larger model or a higher peak rate; more epochs alone will change little."]
+    if signals.late_gain is not None and signals.late_gain > 2 * LEAST_LATE_GAIN:
+        return ["more epochs: the loss was still falling."]
+    return []

@@ -1,0 +1,1 @@
+"""An index of a collection of images: vectors, queries, neighbors, near-duplicates, outliers and clusters."""

@@ -1,0 +1,309 @@
+"""The one maker of pages: components in, one self-contained file out that opens from disk and fetches nothing.
+
+Text is escaped wherever it is no `Html` yet. Style and script are in assets/, the same for every page; curves are
+drawn by charts.py and small pictures made by thumbnails.py. Numbers shown on a page are also embedded as JSON, so that
+a test or another program reads what a person sees.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from anechoic.outcome import plain
+from anechoic.pages.tables import cell
+from anechoic.storage.files import write_aside
+
+# Groups on a map differ in colour, then in shape too (page.js draws the same); longer legends are left out.
+COLOURS, SHAPES, MAX_LEGEND = 7, "●■▲◆", 28
+ASSETS = Path(__file__).parent / "assets"
+MIME = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"RIFF": "image/webp", b"<svg": "image/svg+xml"}
+
+
+class Html(str):
+    """Text that is HTML already. Everything else is escaped."""
+
+
+class Section(NamedTuple):
+    """A heading, which the page's list of contents names, and what stands under it."""
+
+    heading: str
+    parts: Sequence[str]
+
+    @property
+    def anchor(self) -> str:
+        return "".join(letter if letter.isalnum() else "-" for letter in self.heading.lower()).strip("-")
+
+
+class Thumbnail(NamedTuple):
+    """picture: a data URI; caption: below it, its first line in bold; marked: stands out from the others."""
+
+    picture: str
+    caption: Sequence[str] = ()
+    marked: bool = False
+
+
+def page(
+    title: str,
+    sections: Sequence[Section],
+    *,
+    lead: str = "",
+    footer: str = "",
+    data: Mapping[str, Any] | None = None,
+    style: str = "",
+    script: str = "",
+    live: bool = False,
+) -> str:
+    """data: embedded as JSON (`#data`). style, script: of this page alone. live: may talk to the server it came from.
+
+    The content policy forbids every other connection, so a page cannot fetch anything even by mistake.
+    """
+    own = "'self' " if live else ""
+    policy = f"default-src 'none'; img-src {own}data: blob:; style-src 'unsafe-inline'; script-src 'unsafe-inline'" + (
+        f"; connect-src {own.strip()}" if live else ""
+    )
+    contents = [f'<li><a href="#{s.anchor}">{escape(s.heading)}</a></li>' for s in sections]
+    body = [
+        '<a class="skip" href="#content">Skip to the content</a>',
+        f"<header><h1>{escape(title)}</h1>",
+        _element("p", lead, "lead") if lead else "",
+        f'<nav aria-label="Contents"><ul>{"".join(contents)}</ul></nav>' if len(contents) > 1 else "",
+        '</header>\n<main id="content">',
+        *(_section(section) for section in sections),
+        "</main>",
+        _element("footer", footer) if footer else "",
+        embedded(data, id="data") if data is not None else "",
+        f"<script>{_asset('page.js')}{script}</script>",
+    ]
+    head = (
+        f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>'
+        f'<link rel="icon" href="data:,"><style>{_asset("page.css")}{style}</style>'
+    )
+    lines = "\n".join(part for part in body if part)
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{lines}\n</body></html>\n'
+
+
+def write_page(path: str | Path, html: str) -> Path:
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with write_aside(path) as temporary:
+        temporary.write_text(html, encoding="utf-8")
+    return path
+
+
+def _section(section: Section) -> str:
+    parts = "\n".join(part if isinstance(part, Html) else _element("p", part) for part in section.parts if part)
+    return f'<section id="{section.anchor}"><h2>{escape(section.heading)}</h2>\n{parts}\n</section>'
+
+
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")
+
+
+def _element(tag: str, text: str, css: str = "") -> Html:
+    kind = f' class="{css}"' if css else ""
+    return Html(f"<{tag}{kind}>{safe(text)}</{tag}>")
+
+
+def safe(text: Any) -> Html:
+    return text if isinstance(text, Html) else Html(escape(str(text)))
+
+
+# ---- text and numbers
+
+
+def note(text: str, *more: str, kind: str = "") -> Html:
+    """A box that stands out. kind: good, warn or bad; the words must say it too."""
+    return Html(f'<div class="note {kind}">{"".join(_element("p", line) for line in (text, *more))}</div>')
+
+
+def heading(text: str) -> Html:
+    """Inside a section."""
+    return _element("h3", text)
+
+
+def paragraph(text: str) -> Html:
+    return _element("p", text)
+
+
+def joined(*parts: str) -> Html:
+    return Html("\n".join(safe(part) for part in parts))
+
+
+def embedded(data: Any, *, id: str = "") -> Html:
+    """JSON for scripts and tests; NaN and infinity as null, and no text in it can end the element."""
+    text = json.dumps(plain(data), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    name = f' id="{id}"' if id else ""
+    return Html(f'<script type="application/json"{name}>' + text.replace("<", "\\u003c") + "</script>")
+
+
+def table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    *,
+    caption: str = "",
+    strong: Iterable[int] = (),
+    sortable: bool = True,
+) -> Html:
+    """Numbers to the right and sorted as numbers, None as a dash, Html as it is. strong: rows that stand out."""
+    numeric = [any(_is_number(row[i]) for row in rows) for i in range(len(header))]
+    sortable = sortable and len(rows) > 1
+    names = [f'<button type="button">{safe(name)}</button>' if sortable and name else safe(name) for name in header]
+    top = "".join(f'<th scope="col"{_num(right)}>{name}</th>' for name, right in zip(names, numeric, strict=True))
+    emphasis = set(strong)
+    lines = [
+        f"<tr{' class=strong' if i in emphasis else ''}>"
+        + "".join(_cell(value, right) for value, right in zip(row, numeric, strict=True))
+        + "</tr>"
+        for i, row in enumerate(rows)
+    ]
+    told = f"<caption>{safe(caption)}</caption>" if caption else ""
+    inside = f"<table>{told}<thead><tr>{top}</tr></thead>\n<tbody>" + "\n".join(lines) + "</tbody></table>"
+    return Html(
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption or "table")}">{inside}</div>'
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _num(right: bool) -> str:
+    return " class=num" if right else ""
+
+
+def _cell(value: Any, right: bool) -> str:
+    exact = f' data-value="{value!r}"' if _is_number(value) else ""
+    return f"<td{_num(right)}{exact}>{value if isinstance(value, Html) else escape(cell(value))}</td>"
+
+
+def download(name: str, header: Sequence[str], rows: Sequence[Sequence[Any]], *, label: str = "") -> Html:
+    """A button that hands out the list as a CSV file of this name."""
+    words = label or f"Save {name} ({len(rows)} rows)"
+    button = f'<button type="button" class="plain download" data-name="{escape(name)}">{escape(words)}</button>'
+    return Html(f'<div class="controls">{button}{embedded([list(header), *map(list, rows)])}</div>')
+
+
+# ---- pictures
+
+
+def figure(caption: str, pictures: Sequence[str | Path | bytes]) -> Html:
+    """Pictures side by side: files or bytes of PNG, JPEG, WebP or SVG, data URIs, or Html such as a chart."""
+    images = "".join(
+        picture if isinstance(picture, Html) else f'<img src="{data_uri(picture)}" alt="{escape(caption)}">'
+        for picture in pictures
+    )
+    inner = f'<div class="pair">{images}</div>' if len(pictures) > 1 else images
+    return Html(f"<figure>{inner}<figcaption>{safe(caption)}</figcaption></figure>")
+
+
+def data_uri(picture: str | Path | bytes) -> str:
+    if isinstance(picture, str) and picture.startswith("data:"):
+        return picture
+    content = picture if isinstance(picture, bytes) else Path(picture).read_bytes()
+    kind = next((mime for start, mime in MIME.items() if content.startswith(start)), "image/svg+xml")
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def image(picture: str | Path | bytes, *, alt: str) -> Html:
+    """One picture, as for a cell of a table."""
+    return Html(f'<img src="{data_uri(picture)}" alt="{escape(alt)}" loading="lazy">')
+
+
+def grid(thumbnails: Sequence[Thumbnail]) -> Html:
+    items = []
+    for thumb in thumbnails:
+        first, *rest = [*thumb.caption, ""]
+        words = f"<b>{escape(first)}</b>" + "".join(f"<span>{escape(line)}</span>" for line in rest if line)
+        alt = escape(", ".join(thumb.caption) or "picture")
+        picture = f'<img src="{thumb.picture}" alt="{alt}" title="{alt}" loading="lazy">'
+        items.append(f"<li{' class=marked' if thumb.marked else ''}>{picture}{words}</li>")
+    return Html(f'<ul class="grid">{"".join(items)}</ul>')
+
+
+class Sheet(NamedTuple):
+    """Many small square pictures in one: row after row of `columns`, each `side` pixels wide."""
+
+    src: str
+    side: int
+    columns: int
+    rows: int
+
+
+def point_map(
+    points: Any,
+    *,
+    names: Sequence[str],
+    groups: Sequence[str],
+    group: Sequence[int],
+    sheet: Sheet,
+    caption: str,
+    neighbours: Sequence[Sequence[int]] | None = None,
+    filter_label: str = "Folder",
+) -> Html:
+    """points (n, 2) with a picture of the sheet for each, shown on hover and focus; group: an index into groups.
+
+    neighbours: of each point, indices of others, shown when it is picked.
+    """
+    place = [[float(value) for value in point] for point in points]
+    x, y = (_to_unit([point[axis] for point in place]) for axis in (0, 1))
+    data = {
+        "x": x,
+        "y": y,
+        "name": list(names),
+        "group": [int(i) for i in group],
+        "groups": list(groups),
+        "sheet": sheet._asdict(),
+        "neighbours": neighbours,
+    }
+    counts = [sum(number == i for number in group) for i in range(len(groups))]
+    options = "".join(
+        f'<option value="{i}">{escape(name)} ({count})</option>'
+        for i, (name, count) in enumerate(zip(groups, counts, strict=True))
+        if count
+    )
+    chooser = (
+        f'<label>{escape(filter_label)} <select data-control="filter"><option value="">all</option>{options}</select>'
+        "</label>"
+        if len(groups) > 1
+        else ""
+    )
+    controls = (
+        f'<div class="controls">{chooser}<label><input type="checkbox" data-control="pictures"> pictures</label>'
+        '<button type="button" class="plain" data-control="nearer" aria-label="Zoom in">+</button>'
+        '<button type="button" class="plain" data-control="farther" aria-label="Zoom out">−</button>'
+        f"<span><span data-shown>{len(place)}</span> images</span></div>"
+    )
+    stage = (
+        f'<div class="stage"><canvas tabindex="0" role="img" aria-label="{escape(caption)}"></canvas>'
+        '<div class="tip" hidden role="status"></div></div>'
+    )
+    legend = "".join(
+        f'<span><b style="color:var(--c{i % COLOURS})">{SHAPES[i // COLOURS % len(SHAPES)]}</b> {escape(name)}</span>'
+        for i, name in enumerate(groups)
+        if counts[i]
+    )
+    help_text = "Point at a mark, or use the arrow keys on the map; + and − zoom, dragging moves."
+    help_text += " Click or press Enter for the nearest images." if neighbours is not None else ""
+    told = f'<div class="legend">{legend}</div>' if 1 < len(groups) <= MAX_LEGEND else ""
+    return Html(
+        f'<figure class="map">{embedded(data)}{controls}{stage}{told}<div class="picked" aria-live="polite"></div>'
+        f"<figcaption>{safe(caption)} {escape(help_text)}</figcaption></figure>"
+    )
+
+
+def _to_unit(values: Sequence[float]) -> list[float]:
+    """To 0 .. 1, four digits."""
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    return [round((value - low) / ((high - low) or 1.0), 4) for value in values]
+
+
+def machine_line(machine: Mapping[str, object], commit: str | None, seed: int | None) -> str:
+    version = f"commit {commit[:12]}" if commit else f"anechoic {machine['anechoic']}"
+    where = f"{machine['cores']} cores ({machine['processor']})"
+    return f"Measured with {version}, seed {seed}, torch {machine['torch']}, {where}."

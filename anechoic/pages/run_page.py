@@ -1,0 +1,345 @@
+"""The page of `anechoic report`: verdict, training, layers, reconstructions, neighbours and map of one run or several.
+
+Numbers come from summary.py; the page is made by html.py. The live page of `anechoic serve` uses the same sections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from anechoic.eval.metrics.analysis import tsne
+from anechoic.eval.evaluator import Subject
+from anechoic.index.index import SCALING, Searchable, nearest_others
+from anechoic.eval.reconstruction import reconstructions, reconstructs, to_pixels
+from anechoic.eval.verdict import Verdict
+from anechoic.pages.charts import line_chart
+from anechoic.pages.explanation import images_of, names_of, sampled
+from anechoic.pages.html import (
+    Html,
+    Section,
+    Thumbnail,
+    figure,
+    grid,
+    heading,
+    note,
+    page,
+    point_map,
+    safe,
+    table,
+)
+from anechoic.pages.summary import Summary, arms
+from anechoic.pages.tables import cell, duration
+from anechoic.pages.thumbnails import sheet, thumbnail
+
+KINDS = {"learning": "good", "plateaued": "warn", "collapsed": "bad", "worse than raw pixels": "bad"}
+QUERIES, NEIGHBOURS, SHOWN, MAPPED = 5, 6, 6, 600
+# Layers of a network whose curve over time is drawn, spread over its depth.
+TRACED = 4
+LAYER_COLUMNS = {
+    "layer": "layer",
+    "knn": "k-NN",
+    "probe": "probe",
+    "rank_columns": "rank",
+    "rank_rows": "rank, as in the paper",
+    "cka": "echo (CKA with layer 0)",
+    "cosine": "cosine with layer 0",
+    "input_share": "input share",
+    "branch_ratio": "branch/shortcut",
+    "gain": "gain",
+    "token_norm": "token norm",
+}
+
+
+def report_page(
+    summaries: Sequence[Summary], comparison: Sequence[Mapping[str, Any]], *, numbers: Mapping[str, Any], footer: str
+) -> str:
+    """numbers: embedded as JSON."""
+    several = len(summaries) > 1
+    sections = [
+        Section("Verdict", [part for summary in summaries for part in verdict_parts(summary, named=several)]),
+        *([Section("Comparison", comparison_parts(comparison, summaries))] if several else []),
+        Section("What was trained", [facts_table(summaries)]),
+        Section("Training", training_parts(summaries)),
+    ]
+    if any(summary.layers for summary in summaries):
+        sections.append(Section("Layer by layer", layer_parts(summaries)))
+    shown = [members[0] for members in arms(summaries).values()] if several else summaries
+    sections += picture_sections([summary for summary in shown if summary.subject is not None], several=several)
+    first = summaries[0]
+    title = f"Report: {first.name}" if not several else f"Report on {len(summaries)} runs"
+    return page(title, sections, lead=lead(summaries), footer=footer, data=numbers)
+
+
+def lead(summaries: Sequence[Summary]) -> str:
+    first = summaries[0].facts
+    if len(summaries) > 1:
+        return f"{len(summaries)} runs side by side. Intervals are 95 % over seeds; differences are paired by seed."
+    state = "" if first["finished"] else f" It stands at {first['seen']:,} of {first['samples']:,}."
+    return (
+        f"{first['model']} (alpha_min {first['alpha_min']}) trained on {first['data']}: {first['seen']:,} samples, "
+        f"{first['epochs']} epochs, {duration(first['seconds'])}.{state}"
+    )
+
+
+# ---- words and numbers
+
+
+def verdict_parts(summary: Summary, *, named: bool) -> list[str]:
+    name = f"{summary.name}: " if named else ""
+    parts: list[str] = [verdict_note(summary.verdict, name)] if summary.verdict else []
+    return parts + [note(f"{name}{sentence}") for sentence in summary.missing]
+
+
+def verdict_note(verdict: Verdict, name: str = "") -> Html:
+    word = Html(f'<strong style="font-size: 1.2rem">{safe(name)}{safe(verdict.word.capitalize())}</strong>')
+    return note(word, *verdict.reasons, *(f"Try: {advice}" for advice in verdict.advice), kind=KINDS[verdict.word])
+
+
+def facts_table(summaries: Sequence[Summary]) -> Html:
+    """A row per fact, a column per run; what all runs share is still said once each, so that columns can be read."""
+    names = {
+        "model": "model",
+        "options": "options",
+        "weights": "weights",
+        "alpha_min": "alpha_min",
+        "objective": "objective",
+        "data": "data",
+        "images": "images trained on",
+        "held_out": "images held out",
+        "image_size": "image size",
+        "seen": "samples seen",
+        "epochs": "epochs",
+        "seconds": "time",
+        "algorithm": "optimiser",
+        "lr": "peak rate",
+        "batch_size": "batch",
+        "seed": "seed",
+        "started": "started",
+    }
+    rows = [[name, *(fact(key, summary.facts[key]) for summary in summaries)] for key, name in names.items()]
+    return table(["", *(summary.name for summary in summaries)], rows, sortable=False)
+
+
+def fact(key: str, value: Any) -> str:
+    if value is None:
+        return "–"
+    if key == "seconds":
+        return duration(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {item}" for name, item in value.items()) or "–"
+    return f"{value:,}" if isinstance(value, int) and key != "seed" else cell(value)
+
+
+def comparison_parts(rows: Sequence[Mapping[str, Any]], summaries: Sequence[Summary]) -> list[str]:
+    if not rows:
+        return ["None of these runs has a number to compare."]
+    first = rows[0]["arm"]
+    cells = [
+        [row["arm"], row["title"], row["seeds"], interval(row["mean"]), interval(row["difference"], signed=True)]
+        for row in rows
+    ]
+    header = ["runs with", "measure", "seeds", "mean ± 95 %", f"difference from {first}"]
+    told = table(header, cells, caption="Means over seeds. A difference whose interval includes 0 is undecided.")
+    alone = max(row["seeds"] for row in rows) < 2
+    return [told, *(["One seed each: there is no interval, and a difference may be chance."] if alone else [])]
+
+
+def interval(found: Mapping[str, Any] | None, *, signed: bool = False) -> str:
+    if found is None:
+        return "–"
+    mean = f"{found['mean']:+.3g}" if signed else f"{found['mean']:.4g}"
+    return mean if found["half"] is None else f"{mean} ± {found['half']:.2g}"
+
+
+# ---- curves
+
+
+def training_parts(summaries: Sequence[Summary]) -> list[str]:
+    """Loss, rank and norms over the samples seen."""
+    if len(summaries) > 1:
+        charts = [
+            line_chart(
+                {s.name: over_time(s, "validation", "held_out_loss") for s in summaries},
+                title="held-out loss",
+                xlabel="samples seen",
+                dots=False,
+            ),
+            line_chart(
+                {s.name: over_time(s, "validation", "rank_columns", -1) for s in summaries},
+                title="effective rank of the last block",
+                xlabel="samples seen",
+                dots=False,
+            ),
+        ]
+        return [figure("Every run over its training, on images held out of it.", charts)]
+    return [figure("Over the training: loss, rank and norms on images held out of it.", training_charts(summaries[0]))]
+
+
+def training_charts(summary: Summary) -> list[Html]:
+    losses = {"training": over_time(summary, "train", "loss")}
+    if summary.curves["validation"].get("held_out_loss"):
+        losses["held out"] = over_time(summary, "validation", "held_out_loss")
+    charts = [line_chart(losses, title="loss", xlabel="samples seen", dots=False)]
+    for key, title in (("rank_columns", "effective rank"), ("token_norm", "mean token norm")):
+        recorded = [values for values in summary.curves["validation"].get(key, []) if values]
+        if recorded:
+            depth = len(recorded[0])
+            chosen = sorted({round(i * (depth - 1) / (TRACED - 1)) for i in range(TRACED)})
+            lines = {f"layer {i}": over_time(summary, "validation", key, i) for i in chosen}
+            charts.append(line_chart(lines, title=title, xlabel="samples seen", dots=False))
+    if summary.curves["train"].get("gradient_norm"):
+        norm = {"gradient": over_time(summary, "train", "gradient_norm")}
+        charts.append(line_chart(norm, title="gradient norm", xlabel="samples seen", dots=False))
+    return charts
+
+
+def over_time(
+    summary: Summary, kind: str, key: str, place: int | None = None
+) -> tuple[list[float | None], list[float | None]]:
+    """(seen, value) of a recorded number, or of one place of a recorded list."""
+    recorded = summary.curves[kind]
+    values = recorded.get(key, [])
+    picked = [value if place is None or value is None else value[place] for value in values]
+    return recorded.get("seen", [])[: len(picked)], picked
+
+
+def layer_parts(summaries: Sequence[Summary]) -> list[str]:
+    measured = [summary for summary in summaries if summary.layers]
+    charts = [
+        line_chart(
+            {s.name: ([row["layer"] for row in s.layers], [row.get(key) for row in s.layers]) for s in measured},
+            title=title,
+            xlabel="layer",
+        )
+        for key, title in (("knn", "k-NN"), ("probe", "probe"), ("rank_columns", "effective rank"), ("cka", "echo"))
+        if any(row.get(key) is not None for s in measured for row in s.layers)
+    ]
+    parts: list[str] = [
+        "Of the mean token. Layer 0 is the embedding. Rank: how many directions the features fill; echo: how much of "
+        "the embedding is left (CKA); input share: what is left of it on the identity path; branch/shortcut: what a "
+        "block adds over what it keeps.",
+        figure("Layer by layer.", charts),
+    ]
+    for summary in measured:
+        rows = summary.layers
+        shown = {key: name for key, name in LAYER_COLUMNS.items() if any(row.get(key) is not None for row in rows)}
+        cells = [[row.get(key) for key in shown] for row in rows]
+        parts.append(table(list(shown.values()), cells, caption=summary.name, strong=[len(rows) - 1]))
+    return parts
+
+
+# ---- pictures
+
+
+def picture_sections(summaries: Sequence[Summary], *, several: bool) -> list[Section]:
+    """Reconstructions, neighbours and map of the first run of each arm."""
+    kinds = {"Reconstructions": reconstruction_parts, "Neighbours": neighbour_parts, "Map": map_parts}
+    sections = []
+    for title, draw in kinds.items():
+        parts: list[str] = []
+        for summary in summaries:
+            assert summary.subject is not None
+            found = draw(summary.subject)
+            parts += [heading(summary.name)] * bool(found and several) + found
+        if parts:
+            sections.append(Section(title, parts))
+    return sections
+
+
+def reconstruction_parts(subject: Subject) -> list[str]:
+    """Each image, what the encoder saw of it, and what the decoder made of that."""
+    encoder = subject.encoder
+    if not reconstructs(encoder):
+        return []
+    seed = subject.spec.seed
+    images = images_of(subject, sampled(count_of(subject), SHOWN, seed=seed))
+    strips = [strip(*three) for three in zip(*reconstructions(encoder, images, seed=seed), strict=True)]
+    told = "Left the image, in the middle what the encoder saw of it, right what the decoder made of that."
+    return [figure(told, [thumbnail(picture, side=330) for picture in strips])]
+
+
+def strip(image: np.ndarray, hidden: np.ndarray, predicted: np.ndarray) -> np.ndarray:
+    """Image, image without its hidden places, and with the prediction there, side by side; uint8."""
+    masked = np.where(hidden[..., None], 0.5, image)
+    filled = np.where(hidden[..., None], predicted, image)
+    gap = np.ones((image.shape[0], max(1, image.shape[1] // 16), image.shape[2]))
+    return as_bytes(np.concatenate([image, gap, masked, gap, filled], axis=1))
+
+
+def as_bytes(pixels: np.ndarray) -> np.ndarray:
+    return (255 * np.clip(pixels, 0, 1)).round().astype(np.uint8)
+
+
+def pictures_of(subject: Subject, rows: np.ndarray) -> list[np.ndarray]:
+    return list(as_bytes(to_pixels(subject.encoder, images_of(subject, rows))))
+
+
+def count_of(subject: Subject) -> int:
+    assert subject.test is not None
+    return len(subject.test.ids)
+
+
+def vectors_of(subject: Subject) -> np.ndarray:
+    """Of the last layer."""
+    return list(subject.sets.values())[-1]
+
+
+def neighbour_parts(subject: Subject) -> list[str]:
+    vectors = vectors_of(subject)
+    k = min(NEIGHBOURS, len(vectors) - 1)
+    if k < 1:
+        return []
+    queries = sampled(len(vectors), QUERIES, seed=subject.spec.seed)
+    units = Searchable.of(vectors, SCALING).units
+    near = nearest_others(units, queries, k=k)
+    parts: list[str] = [
+        "The first of each row, framed, was looked for among all the others, by the mean token of the last layer."
+    ]
+    for query, found, similarities in zip(queries, near.indices.numpy(), near.similarities.tolist(), strict=True):
+        rows = np.array([query, *found])
+        told = ["", *(f"{similarity:.3f}" for similarity in similarities)]
+        shown = zip(rows, pictures_of(subject, rows), told, strict=True)
+        parts.append(
+            grid(
+                [
+                    Thumbnail(thumbnail(picture), [*names_for(subject, row), words], marked=row == query)
+                    for row, picture, words in shown
+                ]
+            )
+        )
+    return parts
+
+
+def names_for(subject: Subject, row: int) -> list[str]:
+    """The end of an image's name and, if it has one, its class."""
+    assert subject.test is not None
+    index = int(subject.test.ids[row])
+    labels, name = subject.labelled.test_labels, Path(subject.labelled.test.name(index)).name
+    return [name] if labels is None else [name, names_of(subject)[int(labels[index])]]
+
+
+def map_parts(subject: Subject) -> list[str]:
+    """t-SNE of the last layer, with pictures."""
+    vectors, seed = vectors_of(subject), subject.spec.seed
+    if len(vectors) < 8:
+        return []
+    assert subject.test is not None
+    chosen = sampled(len(vectors), MAPPED, seed=seed)
+    ids = subject.test.ids[chosen]
+    labels = subject.labelled.test_labels
+    groups = ["images"] if labels is None else list(names_of(subject))
+    return [
+        point_map(
+            tsne(vectors[chosen], seed=seed),
+            names=[Path(subject.labelled.test.name(int(i))).name for i in ids],
+            groups=groups,
+            group=[0] * len(ids) if labels is None else labels[ids].tolist(),
+            sheet=sheet(pictures_of(subject, chosen), side=48),
+            caption=f"{len(chosen)} images by the mean token of the last layer (t-SNE).",
+            filter_label="Class",
+        )
+    ]

@@ -1,0 +1,161 @@
+"""A run as pages see it: what was trained on what for how long, its curves, its network, its images, its verdict.
+
+It reads and measures; words and pictures of a page are run_page.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from anechoic.config import Config, from_json
+from anechoic.data import Source, Subset
+from anechoic.data.latents import is_latents
+from anechoic.data.split import hold_out
+from anechoic.errors import UserError
+from anechoic.eval.denoisers import open_noisy
+from anechoic.eval.encoders import Encoder, run_encoder
+from anechoic.eval.feature_cache import pick_device
+from anechoic.eval.eval_data import Labelled, open_maybe_labelled
+from anechoic.eval.verdict import Verdict, measure, verdict_of
+from anechoic.runtime.checkpoint import hint, load
+from anechoic.runtime.run import VALIDATION, read_environment, read_frozen_config, read_metrics
+from anechoic.training.build import open_data
+
+
+@dataclass(frozen=True)
+class RunOnDisk:
+    """records: the lines of metrics.jsonl; environment: where and how it was started."""
+
+    path: Path
+    config: Config
+    records: list[dict[str, Any]]
+    environment: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def seen(self) -> int:
+        return max((record["seen"] for record in self.records), default=0)
+
+    @property
+    def finished(self) -> bool:
+        return (self.path / "results.json").exists()
+
+    @property
+    def alpha_min(self) -> float | None:
+        alpha = self.config.shortcut.alpha_min
+        return None if isinstance(alpha, str) else alpha
+
+    def of_kind(self, *kinds: str) -> list[dict[str, Any]]:
+        return [record for record in self.records if record["kind"] in kinds]
+
+    @property
+    def validations(self) -> list[dict[str, Any]]:
+        return self.of_kind(*VALIDATION)
+
+
+def open_run(path: str | Path) -> RunOnDisk:
+    path = Path(path)
+    if not path.is_dir():
+        raise UserError(f"There is no run directory {path}{hint(path)}")
+    config = read_frozen_config(path)
+    if config is None:
+        raise UserError(
+            f"{path} is no run directory, it has no config.json: give the folder that was named with --out."
+        )
+    return RunOnDisk(path, from_json(config), read_metrics(path), read_environment(path))
+
+
+# ---- what it is
+
+
+def facts(run: RunOnDisk, *, weights: int | None = None) -> dict[str, Any]:
+    """Named values for the table at the top of a page; None where it is not known."""
+    config, data, optim = run.config, run.config.data, run.config.optim
+    starts: Sequence[Mapping[str, Any]] = run.environment.get("starts", [])
+    return {
+        "model": config.model.name,
+        "options": config.model.options,
+        "weights": weights,
+        "alpha_min": config.shortcut.alpha_min,
+        "objective": config.objective.name,
+        "data": data.source,
+        "images": data.size,
+        "held_out": data.holdout,
+        "image_size": data.image_size,
+        "seen": run.seen,
+        "samples": optim.samples,
+        "epochs": round(run.seen / data.size, 2) if data.size else None,
+        "seconds": round(seconds(run), 1),
+        "algorithm": optim.algorithm,
+        "lr": optim.lr,
+        "batch_size": optim.batch_size,
+        "seed": config.seed,
+        "finished": run.finished,
+        "started": starts[0].get("time") if starts else None,
+        "starts": len(starts),
+        "machine": run.environment.get("machine"),
+        "commit": run.environment.get("commit"),
+    }
+
+
+def seconds(run: RunOnDisk) -> float:
+    """Of training, over all the times it was started."""
+    return sum(record.get("seconds", 0.0) for record in run.of_kind("train"))
+
+
+def curves(run: RunOnDisk) -> dict[str, Any]:
+    """{"train": {"seen": [...], "loss": [...]}, "validation": {...}}: numbers, and lists with a value per block."""
+    found = {}
+    for name, records in (("train", run.of_kind("train")), ("validation", run.validations)):
+        keys = dict.fromkeys(key for record in records for key in record if key not in ("kind", "seconds"))
+        found[name] = {key: [record.get(key) for record in records] for key in keys}
+    return found
+
+
+# ---- its network and its images
+
+
+def encoder_of(run: RunOnDisk, *, device: str = "auto", seed: int = 0) -> Encoder:
+    """The run's network as it is now; a denoiser is read on images without noise."""
+    if run.config.objective.name in ("noise_prediction", "flow_matching"):
+        return open_noisy(run.path, device=pick_device(device)).at(0.0, seed=seed)
+    return run_encoder(run.path)
+
+
+def weights_of(run: RunOnDisk) -> int:
+    return sum(parameter.numel() for parameter in load(run.path).parameters())
+
+
+def images_for(run: RunOnDisk, data: str | None) -> Labelled:
+    """The images to look at: those asked for, or the run's own; with labels if they have them."""
+    where = data or run.config.data.source
+    if data is None and is_latents(where):
+        raise UserError(f"{run.path} was trained on latents, which are no pictures: give images with --data.")
+    return open_maybe_labelled(where, channels=run.config.data.channels)
+
+
+def held_out_of(run: RunOnDisk) -> Source:
+    """The images the run was never trained on."""
+    source = open_data(run.config)
+    if source.fingerprint != run.config.data.fingerprint:
+        raise UserError(f"The data of {run.path}, {run.config.data.source}, is not what it was trained on.")
+    if not run.config.data.holdout:
+        raise UserError(f"{run.path} held out no images.")
+    return Subset(source, hold_out(len(source), run.config.data.holdout, group=source.group_size)[1])
+
+
+def judge(run: RunOnDisk, encoder: Encoder, *, data: str | None = None, device: str = "auto", seed: int = 0) -> Verdict:
+    """The verdict on images held out of the training, or, where there are none any more, on those given."""
+    try:
+        source = held_out_of(run)
+    except UserError:
+        if data is None:
+            raise
+        source = images_for(run, data).test
+    return verdict_of(measure(encoder, source, run.records, device=device, seed=seed), alpha_min=run.alpha_min)

@@ -1,0 +1,188 @@
+"""A checkpoint in parts, by torch.distributed.checkpoint: every process writes what it holds, while training goes on.
+
+The parts are safetensors files that say which rows they hold, so nothing here can run code when it is read, and any
+number of processes can read what any other number wrote. When a checkpoint counts is checkpoint.py's.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from anechoic.errors import UserError
+from anechoic.runtime.distributed import World, from_first
+from anechoic.storage.files import write_aside
+from anechoic.runtime.signals import InterruptedRun
+
+try:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+except ImportError as missing:
+    raise UserError(
+        "Weights that are shared out over processes (fsdp) are kept in parts, which needs torch 2.8 or newer, not "
+        f"{torch.__version__}: update it (pip install --upgrade torch)."
+    ) from missing
+
+log = logging.getLogger("anechoic")
+
+
+# ---- writing
+
+
+class PartsWriter:
+    """Writes one checkpoint at a time in the background. Every process has one and calls it at the same points."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        # Of its own: the messages of a save must not get between those of the training.
+        self.group = dist.new_group(backend="gloo")
+        self.pending: Future[bool] | None = None
+
+    def start(
+        self,
+        final: Path,
+        tensors: Mapping[str, Tensor],
+        *,
+        before: Callable[[], None],
+        finish: Callable[[Path], None],
+        after: Callable[[], None],
+        failed: Callable[[OSError], None],
+    ) -> None:
+        """Copy the tensors and begin to write the directory `final`, which gets its name once it is whole.
+
+        The first process calls before() now, finish(directory) in the background to add what else belongs there, and
+        after() once it has its name; failed(problem) if a disk refused.
+        """
+        self.wait()
+        aside = ExitStack()
+
+        def begin() -> str | None:
+            try:
+                before()
+                final.parent.mkdir(parents=True, exist_ok=True)
+                return str(aside.enter_context(write_aside(final, folder=True)))
+            except OSError as problem:
+                failed(problem)
+                return None
+
+        temporary = from_first(self.world, begin)
+        if temporary is None:
+            self.pending = Future()
+            self.pending.set_result(False)
+            return
+        writer = HuggingFaceStorageWriter(path=temporary, save_distributed=True)
+        written = dcp.async_save(_rows(tensors), storage_writer=writer, process_group=self.group)
+        assert isinstance(written, Future), "the copies are made by now"
+
+        def end() -> bool:
+            try:
+                with aside:
+                    written.result()
+                    if self.world.is_first:
+                        finish(Path(temporary))
+                if self.world.is_first:
+                    after()
+            except (CheckpointException, OSError) as problem:
+                refused = disk_error(problem)
+                if self.world.is_first:
+                    failed(refused)
+                return False
+            return True
+
+        executor = ThreadPoolExecutor(1)
+        self.pending = executor.submit(end)
+        executor.shutdown(wait=False)
+
+    def wait(self) -> bool:
+        """Until what was started is on the disk, or was given up (False); the same in all processes."""
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return True
+        saved = pending.result()
+        return from_first(self.world, lambda: saved)
+
+    def __enter__(self) -> PartsWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *problem: object) -> None:
+        """A save that has begun is ended, unless another process may be missing."""
+        if self.pending is not None and (kind is None or issubclass(kind, UserError | InterruptedRun)):
+            self.pending.result()
+
+
+def _rows(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A part is a range of rows, so numbers (the optimiser's step counts) are kept as rows of one; same memory."""
+    return {name: tensor.detach().reshape(1) if tensor.ndim == 0 else tensor for name, tensor in tensors.items()}
+
+
+def disk_error(problem: BaseException) -> OSError:
+    """The reason why a disk refused, whichever process met it; anything else is a defect and raised."""
+    if isinstance(problem, CheckpointException):
+        causes = [cause for cause, _ in problem.failures.values()]
+        found = next((cause for cause in causes if isinstance(cause, OSError)), None)
+        if found is None:
+            raise problem
+        return found
+    assert isinstance(problem, OSError)
+    return problem
+
+
+# ---- reading
+
+
+def sizes(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and type of every tensor, all parts together; OSError if they are no parts of one checkpoint."""
+    try:
+        tensors = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as problem:
+        raise OSError(f"the files are no parts of a checkpoint: {problem}") from problem
+    found = {}
+    for name, kept in tensors.items():
+        assert isinstance(kept, TensorStorageMetadata)
+        places = [place for chunk in kept.chunks for place in chunk.offsets]
+        rows = sum(math.prod(chunk.sizes) for chunk in kept.chunks)
+        if rows != math.prod(kept.size) or any(place < 0 for place in places):
+            raise OSError(f"some rows of {name} are missing")
+        found[name] = (kept.size, kept.properties.dtype)
+    return found
+
+
+def read_into(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fill the tensors, each process the rows it holds; all processes call it at the same time."""
+    dcp.load(_rows(tensors), storage_reader=HuggingFaceStorageReader(str(path)))
+
+
+def read_whole(path: Path, prefix: str) -> dict[str, Tensor]:
+    """The tensors whose name begins with "PREFIX/", without it, in this process alone; OSError if there are none."""
+    start = f"{prefix}/"
+    found = {
+        name: torch.empty(size, dtype=kind) for name, (size, kind) in sizes(path).items() if name.startswith(start)
+    }
+    if not found:
+        raise OSError(f"the parts hold no {prefix}")
+    with _alone():
+        try:
+            dcp.load(dict(found), storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
+        except CheckpointException as problem:
+            causes = [cause for cause, _ in problem.failures.values()]
+            raise OSError(f"the parts do not fit together: {causes[0]}") from problem
+    return {name.removeprefix(start): tensor for name, tensor in found.items()}
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield

@@ -1,0 +1,76 @@
+"""Stop and resume the training of a run directory: the process is the one that holds its lock, never one named from
+outside."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Literal
+
+from anechoic.errors import UserError
+from anechoic.runtime.subprocesses import Children
+from anechoic.runtime.run import holder
+
+LOG = "resumed.log"
+State = Literal["running", "stopped", "finished"]
+
+
+class Control:
+    """Of one run. What it resumes ends, after saving, with this process."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self.children = Children()
+        self.resumed: subprocess.Popen | None = None
+
+    @property
+    def state(self) -> State:
+        if self.starting or holder(self.run) is not None:
+            return "running"
+        return "finished" if (self.run / "results.json").exists() else "stopped"
+
+    @property
+    def starting(self) -> bool:
+        """Whether a training resumed here has not ended yet; it takes its lock a little after it was started."""
+        return self.resumed is not None and self.resumed.poll() is None
+
+    @property
+    def command(self) -> list[str]:
+        """What goes on with the run."""
+        return [sys.executable, "-m", "anechoic.training", str(self.run / "config.json"), str(self.run)]
+
+    @property
+    def problem(self) -> str:
+        """Why a training resumed here ended early, in its own last words."""
+        if self.resumed is None or self.resumed.poll() in (None, 0, 128 + signal.SIGTERM):
+            return ""
+        return "".join((self.run / LOG).read_text(errors="replace").strip().splitlines()[-1:])
+
+    def stop(self) -> None:
+        """Ask the process that trains to save and end."""
+        process = holder(self.run)
+        if process is None:
+            raise UserError(f"Nobody on this machine is training {self.run} now.")
+        if process == os.getpid():
+            raise UserError("The training runs inside this process: stop that.")
+        try:
+            os.kill(process, signal.SIGTERM)
+        except ProcessLookupError:
+            raise UserError("The training has just ended.") from None
+        except PermissionError:
+            raise UserError("The training belongs to another user, who has to stop it.") from None
+
+    def resume(self) -> None:
+        if self.state != "stopped":
+            raise UserError(f"{self.run} is {self.state}, so there is nothing to resume.")
+        with open(self.run / LOG, "w") as log:
+            self.resumed = self.children.start(self.command, stdout=log, stderr=log)
+
+    def close(self) -> None:
+        """What was resumed here saves and ends."""
+        if self.resumed is not None and self.resumed.poll() is None:
+            self.resumed.terminate()
+            self.resumed.wait(timeout=60)

@@ -1,0 +1,237 @@
+"""What a run's network does with images that come in: embed, search, fill in, map, sample. All of it in one thread.
+
+Images are bytes, places are numbers: nothing that comes in is ever a path.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anechoic.data import Undecodable, decode, open_source
+from anechoic.data.decode import stated_size
+from anechoic.data.loader import min_side_for
+from anechoic.diffusion.generate import Request, generate
+from anechoic.errors import UserError
+from anechoic.eval.metrics.analysis import eigenvector_colours
+from anechoic.eval.denoisers import NoisyEncoder
+from anechoic.eval.embedding import Pictures
+from anechoic.eval.encoders import Encoder
+from anechoic.eval.feature_cache import batches, features_of
+from anechoic.eval.features import Pooling, patch_maps
+from anechoic.index.index import SCALING, VECTOR, Index, Searchable, Vector, encoder_for, open_index
+from anechoic.eval.reconstruction import filled_in, grid_of, reconstructs, to_pixels
+from anechoic.pages.run_page import as_bytes
+from anechoic.pages.runs import RunOnDisk, encoder_of, open_run
+from anechoic.pages.thumbnails import thumbnail
+from anechoic.rng import Draws
+from anechoic.runtime.checkpoint import model_directory
+
+PICTURE = 256
+# After a failure the images are embedded again when somebody asks so much later: the disk may be back.
+TRY_AGAIN_SECONDS = 30.0
+
+
+class Studio:
+    """data: the images that are searched; None: the run's own."""
+
+    def __init__(self, path: Path, *, data: str | None, device: str, pixels: int) -> None:
+        self.path, self.device, self.pixels = path, device, pixels
+        self.where = data or open_run(path).config.data.source
+        self._weights: Path | None = None
+        self._encoder: Encoder | None = None
+        self._collection: Collection | None = None
+        self._building: threading.Thread | None = None
+        self._build_problem = ""
+        self._build_failed_at = 0.0
+
+    @property
+    def run(self) -> RunOnDisk:
+        """As it stands now."""
+        return open_run(self.path)
+
+    def encoder(self) -> Encoder:
+        """The newest weights; read again when there are newer ones. For the thread that computes alone."""
+        weights = model_directory(self.path)
+        if self._encoder is None or weights != self._weights:
+            self._encoder, self._weights = encoder_of(self.run, device=self.device), weights
+        if self._collection is not None and self._collection.weights != self._encoder.fingerprint:
+            self._collection = None
+        return self._encoder
+
+    # ---- images that come in
+
+    def decoded(self, data: bytes) -> Tensor:
+        """uint8 (C, H, W); UserError for what is no image or has too many pixels."""
+        encoder = self.encoder()
+        try:
+            width, height = stated_size(data)
+            if width * height > self.pixels:
+                raise UserError(f"{width} x {height} is too many pixels (up to {self.pixels:,} are read).")
+            return decode(data, channels=encoder.channels, min_side=min_side_for(encoder.image_size))
+        except Undecodable as problem:
+            raise UserError(f"This is no image that can be read: {problem}.") from problem
+
+    def prepared(self, data: bytes) -> Tensor:
+        """(1, C, H, W) as the network sees it."""
+        encoder = self.encoder()
+        return next(batches(encoder, Pictures([self.decoded(data)], channels=encoder.channels), device=self.device))
+
+    def embed(self, uploads: Sequence[bytes], *, layer: int, pooling: Pooling | None) -> list[Any]:
+        """A vector for each upload, or the UserError it deserves."""
+        encoder = self.encoder()
+        found: list[Any] = []
+        images = []
+        for data in uploads:
+            try:
+                images.append(self.decoded(data))
+                found.append(len(images) - 1)
+            except UserError as problem:
+                found.append(problem)
+        if not images:
+            return found
+        features = features_of(
+            encoder,
+            Pictures(images, channels=encoder.channels),
+            layers=(layer,),
+            poolings=(pooling or encoder.poolings[0],),
+            device=self.device,
+            cached=False,
+        )
+        (((number, pooled), vectors),) = features.sets.items()
+        about = {"layer": number, "pooling": pooled, "dim": vectors.shape[1], "weights": encoder.fingerprint}
+        return [row if isinstance(row, UserError) else {"vector": vectors[row].tolist(), **about} for row in found]
+
+    # ---- neighbours
+
+    @property
+    def collection(self) -> Collection | None:
+        """None while it is made, which begins when it is first asked for and may take long."""
+        if self._collection is None and self._building is None:
+            if self._build_problem and time.monotonic() < self._build_failed_at + TRY_AGAIN_SECONDS:
+                raise UserError(self._build_problem)
+            self._building = threading.Thread(target=self._build, name="anechoic-index", daemon=True)
+            self._building.start()
+        return self._collection
+
+    def _build(self) -> None:
+        try:
+            # An encoder of its own: two threads must not run one network.
+            encoder = encoder_of(self.run, device=self.device)
+            self._collection = Collection.of(self.path, self.where, encoder, self.device)
+        except Exception as problem:  # told to whoever asks; nobody sees what a thread raises
+            known = isinstance(problem, UserError)
+            self._build_problem = str(problem) if known else f"The images cannot be searched ({problem!r:.200})."
+            self._build_failed_at = time.monotonic()
+        finally:
+            self._building = None
+
+    def search(self, data: bytes, *, k: int) -> list[dict[str, Any]]:
+        collection = self._collection
+        if collection is None:
+            raise UserError("There are newer weights, and the images are embedded anew: ask again in a moment.")
+        seeker, pooling = encoder_for(self.encoder(), collection.vector, -1)
+        given = Pictures([self.decoded(data)], channels=seeker.channels)
+        found = features_of(seeker, given, poolings=(pooling,), device=self.device, cached=False)
+        return collection.nearest(next(iter(found.sets.values())), k=k)
+
+    # ---- inside
+
+    def reconstruct(self, data: bytes, *, hidden: Sequence[int] | None, ratio: float, seed: int) -> dict[str, Any]:
+        """hidden: numbers of patches, row by row; None draws a share of them from the seed."""
+        encoder = self.encoder()
+        if not reconstructs(encoder):
+            raise UserError("This run is no masked autoencoder, so it cannot fill in what is hidden.")
+        images = self.prepared(data)
+        rows, columns = grid_of(encoder, images)
+        mask = hidden_patches(rows * columns, hidden, ratio=ratio, seed=seed).to(images.device)
+        image, places, predicted = (found[0] for found in filled_in(encoder, images, mask[None]))
+        filled = np.where(places[..., None], predicted, image)
+        error = np.square(predicted - image)[places].mean().item() if places.any() else 0.0
+        return {
+            "rows": rows,
+            "columns": columns,
+            "hidden": mask.nonzero()[:, 0].tolist(),
+            "error": error,
+            "image": thumbnail(as_bytes(image), side=PICTURE),
+            "reconstruction": thumbnail(as_bytes(filled), side=PICTURE),
+        }
+
+    def patches(self, data: bytes) -> dict[str, Any]:
+        """The image and its patch tokens in colours."""
+        encoder = self.encoder()
+        images = self.prepared(data)
+        colours = eigenvector_colours(patch_maps(encoder.model, images)).numpy(force=True)[0]
+        return {
+            "image": thumbnail(as_bytes(to_pixels(encoder, images)[0]), side=PICTURE),
+            "patches": thumbnail(as_bytes(colours), side=PICTURE),
+        }
+
+    def sample(self, **choices: Any) -> dict[str, Any]:
+        """Images that a denoiser makes."""
+        images = generate(Request(run=str(self.path), **choices), progress=False)
+        labels = [None] * len(images.pixels) if images.labels is None else images.labels.tolist()
+        pictures = [thumbnail(pixels.permute(1, 2, 0).numpy(), side=PICTURE // 2) for pixels in images.pixels]
+        found = [{"picture": picture, "label": label} for picture, label in zip(pictures, labels, strict=True)]
+        return {"images": found, "evaluations": images.receipt["evaluations"]}
+
+
+def hidden_patches(count: int, hidden: Sequence[int] | None, *, ratio: float, seed: int) -> Tensor:
+    """bool (count,); at least one patch stays visible."""
+    mask = torch.zeros(count, dtype=torch.bool)
+    if hidden is None:
+        number = torch.zeros(1, dtype=torch.int64)
+        order = Draws(seed, number, number).uniform("mask", count)[0].argsort()
+        mask[order[: min(count - 1, round(ratio * count))]] = True
+        return mask
+    if any(not 0 <= place < count for place in hidden):
+        raise UserError(f"Patches are numbered 0 to {count - 1}, row by row.")
+    mask[list(hidden)] = True
+    if mask.all():
+        raise UserError("At least one patch must stay visible.")
+    return mask
+
+
+class Collection:
+    """The images that are searched: an index of vectors, and their pictures by number."""
+
+    def __init__(self, index: Index, vector: Vector, weights: str) -> None:
+        self.index, self.vector, self.weights = index, vector, weights
+
+    @classmethod
+    def of(cls, path: Path, where: str, encoder: Encoder, device: str) -> Collection:
+        source = open_source(where, channels=encoder.channels)
+        # A denoiser's patches are read through its process, and only their mean is handed out.
+        vector: Vector = "mean" if isinstance(encoder, NoisyEncoder) else VECTOR
+        index = open_index(encoder, source, encoder_name=str(path), place=where, vector=vector, device=device)
+        return cls(index, vector, encoder.fingerprint)
+
+    @cached_property
+    def searchable(self) -> Searchable:
+        return Searchable.of(self.index.vectors, SCALING)
+
+    def __len__(self) -> int:
+        return len(self.index.ids)
+
+    def nearest(self, vectors: np.ndarray, *, k: int) -> list[dict[str, Any]]:
+        found = self.searchable.nearest(vectors, k=min(k, len(self)))
+        rows, similarities = found.indices[0].tolist(), found.similarities[0].tolist()
+        return [
+            {"name": self.name(row), "similarity": similarity, "picture": self.picture(row)}
+            for row, similarity in zip(rows, similarities, strict=True)
+        ]
+
+    def name(self, row: int) -> str:
+        return self.index.source.name(int(self.index.ids[row]))
+
+    def picture(self, row: int) -> str:
+        pixels = self.index.source.read(int(self.index.ids[row]), min_side=2 * PICTURE)
+        return thumbnail(pixels.permute(1, 2, 0).numpy())

@@ -1,0 +1,92 @@
+"""The live page: how far the training is, its curves, stop and resume; and what the network does with an image.
+
+The page asks /status now and then and shows what it says; the script is in assets/live.js.
+"""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+from anechoic.outcome import commit, machine, plain
+from anechoic.pages.html import Html, Section, figure, machine_line, page
+from anechoic.pages.run_page import report_page, training_charts, verdict_note
+from anechoic.pages.runs import RunOnDisk, curves, encoder_of, facts, judge, open_run
+from anechoic.pages.summary import Summary, summarise
+from anechoic.pages.tables import duration
+
+ASSETS = Path(__file__).parent / "assets"
+
+
+def live_page(run: RunOnDisk, state: str) -> str:
+    denoises = run.config.objective.name in ("noise_prediction", "flow_matching")
+    sections = [Section("Training", [asset("training.html")]), Section("Try it", [asset("image.html")])]
+    if denoises:
+        sections.append(Section("Samples", [asset("samples.html")]))
+    lead = f"{run.config.model.name} on {run.config.data.source}, alpha_min {run.config.shortcut.alpha_min}."
+    return page(
+        f"{run.name}, live",
+        sections,
+        lead=lead,
+        footer=machine_line(machine(), commit(), run.config.seed),
+        style=asset("live.css"),
+        script=asset("live.js"),
+        live=True,
+    )
+
+
+@cache
+def asset(name: str) -> Html:
+    return Html((ASSETS / name).read_text(encoding="utf-8"))
+
+
+# ---- what the page is told
+
+
+def status_of(run: RunOnDisk, *, state: str, resume_command: str) -> dict[str, Any]:
+    train = run.of_kind("train")
+    samples = run.config.optim.samples or 0
+    speed = train[-1].get("images_per_second") if train else None
+    left = (samples - run.seen) / speed if speed and state == "running" else None
+    return {
+        "state": state,
+        "name": run.name,
+        "seen": run.seen,
+        "samples": samples,
+        "images_per_second": speed,
+        "seconds_left": left,
+        "loss": train[-1]["loss"] if train else None,
+        "summary": summary_of(run, state=state, left=left),
+        "charts": figure("", training_charts(curves_alone(run))) if run.records else "",
+        "resume_command": resume_command if state == "stopped" else "",
+    }
+
+
+def summary_of(run: RunOnDisk, *, state: str, left: float | None) -> str:
+    samples = run.config.optim.samples or 0
+    words = f"{state.capitalize()}: {run.seen:,} of {samples:,} samples"
+    loss = next((record["held_out_loss"] for record in reversed(run.validations) if "held_out_loss" in record), None)
+    words += f", held-out loss {loss:.4f}" if loss is not None else ""
+    return words + (f", about {duration(left)} left." if left is not None else ".")
+
+
+def curves_alone(run: RunOnDisk) -> Summary:
+    """A summary for its curves: nothing is measured."""
+    return Summary(run, run.name, facts(run), curves(run), None, [], None, [])
+
+
+@lru_cache(maxsize=4)
+def verdict_on(path: Path, seen: int, *, device: str) -> dict[str, Any]:
+    """Measured once for each state of the run."""
+    run = open_run(path)
+    verdict = judge(run, encoder_of(run, device=device), device=device, seed=run.config.seed)
+    told = {name: value for name, value in verdict.to_json().items() if name != "signals"}
+    return {**told, "html": verdict_note(verdict)}
+
+
+def report_of(path: Path, *, data: str | None, device: str) -> str:
+    run = open_run(path)
+    summary = summarise(run, name=run.name, data=data, device=device)
+    numbers = plain({"runs": [summary.to_json()], "comparison": []})
+    return report_page([summary], [], numbers=numbers, footer=machine_line(machine(), commit(), 0))

@@ -1,0 +1,184 @@
+"""What a config is made into: the data, the model, its optimiser, and how images are prepared for it.
+
+It does not train; the engine does, and whoever rebuilds a run to look at it uses the same functions.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from anechoic.config import Config, OptimConfig, to_json
+from anechoic.data import Augment, Loader, Source, Subset, open_source
+from anechoic.data.latents import Latents, is_latents
+from anechoic.errors import UserError
+from anechoic.models import build_model, model_config
+from anechoic.models.network import NetworkConfig
+from anechoic.data.preprocess import Preprocess
+from anechoic.models.sit import SiTConfig
+from anechoic.models.uvit import UViTConfig
+from anechoic.training.muon import Muon
+from anechoic.training.objectives import OBJECTIVES, make_objective
+from anechoic.training.optim import parameter_groups
+
+
+def open_data(config: Config) -> Source:
+    """The run's source; with labels only if something asks for them."""
+    data = config.data
+    if not data.source:
+        raise UserError("No data is given: name it with --data.source.")
+    labels = data.labels or config.monitor.knn > 0 or needs_labels(config)
+    if is_latents(data.source):
+        return Latents(data.source, labels=labels)
+    return open_source(data.source, labels=labels, channels=data.channels, size=data.image_size)
+
+
+def make_loader(
+    config: Config,
+    source: Source,
+    indices: np.ndarray,
+    *,
+    start: int = 0,
+    workers: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Loader:
+    """Batches of these samples for ever, in an order that is a function of the seed, from sample `start` on."""
+    data = config.data
+    return Loader(
+        Subset(source, indices),
+        image_size=data.image_size,
+        batch_size=config.optim.batch_size,
+        seed=config.seed,
+        augment=Augment(kind=data.augment, scale=data.scale, flip=data.flip),
+        shuffle=True,
+        drop_last=True,
+        start=start,
+        workers=workers,
+        rank=rank,
+        world_size=world_size,
+    )
+
+
+def needs_labels(config: Config) -> bool:
+    entry = OBJECTIVES.get(config.objective.name)
+    return entry is not None and entry.labels
+
+
+def model_options(config: Config) -> dict[str, Any]:
+    shortcut = config.shortcut
+    return {
+        "image_size": config.data.image_size,
+        "in_channels": config.data.channels,
+        "alpha_min": shortcut.alpha_min,
+        "schedule": shortcut.schedule,
+        "form": shortcut.form,
+        **config.model.options,
+    }
+
+
+def make_model(config: Config) -> Any:
+    return build_model(config.model.name, **model_options(config))
+
+
+def check(config: Config) -> None:
+    """Refuse a misspelt model, option or objective before any data is opened; nothing is allocated."""
+    make_objective(config.objective.name, **config.objective.options)
+    wanted = OBJECTIVES[config.objective.name].trains
+    if not config.model.name.startswith(wanted):
+        raise UserError(
+            f"{config.objective.name} trains a {wanted} model, not {config.model.name}: choose one of those."
+        )
+    network = model_config(config.model.name, **model_options(config))
+    theirs, ours = config.objective.options.get("num_classes"), getattr(network, "num_classes", None)
+    if theirs is not None and theirs != ours:
+        raise UserError(
+            f"The objective counts {theirs} classes and the model {ours}: set num_classes in both objective.options "
+            "and model.options to the data's."
+        )
+    if config.recompute and config.model.name.startswith("resnet"):
+        raise UserError("Only the blocks of transformers are computed again: set recompute to false.")
+    if config.monitor.knn and not reads_without_labels(network):
+        raise UserError(
+            "The k-NN test reads the network without labels, which it has not learned to do without: set label_dropout "
+            "above 0, or monitor.knn to 0."
+        )
+    if config.compile and config.shortcut.anneal:
+        raise UserError(
+            "A compiled network has its alphas built in, so they cannot be annealed: set shortcut.anneal to 0 or "
+            "compile to false."
+        )
+    if config.shortcut.form == "both" and config.shortcut.anneal:
+        raise UserError("The form 'both' has fixed factors, which are not annealed: set shortcut.anneal to 0.")
+    if config.fsdp:
+        import_module("anechoic.runtime.sharded_checkpoint")  # refuses a torch that cannot keep what is shared out
+    if config.fsdp and config.compile:
+        raise UserError("A compiled network is not shared out over processes: set fsdp or compile to false.")
+    if config.fsdp and config.shortcut.form == "learnable":
+        raise UserError("A learnable alpha is a single number, which cannot be shared out: set fsdp to false.")
+    if config.fsdp and config.model.name.startswith("resnet"):
+        raise UserError("Only transformers are shared out over processes, block by block: set fsdp to false.")
+
+
+def reads_without_labels(network: NetworkConfig) -> bool:
+    """Not so a class-conditional denoiser that has no null label."""
+    if not isinstance(network, UViTConfig | SiTConfig):
+        return True
+    return network.num_classes is None or network.label_dropout > 0
+
+
+def check_labels(config: Config, source: Source) -> None:
+    """Refuse labels that the network has no class for; the first one too many would be taken for the null label."""
+    classes = getattr(model_config(config.model.name, **model_options(config)), "num_classes", None)
+    if classes is None or source.labels is None:
+        return
+    most = int(source.labels.max()) + 1
+    if most > classes:
+        raise UserError(
+            f"The data has labels up to {most - 1} and the model {classes} classes, counted from 0: set num_classes in "
+            f"model.options (and in objective.options, if it is there) to {most}, or give data that fits."
+        )
+
+
+def describe(config: Config, model: nn.Module, run_dir: Path, *, seen: int, brief: bool = False) -> str:
+    """What the run comes to in one line and, unless brief, the frozen config, a line per section."""
+    sections = {name: value for name, value in to_json(config).items() if isinstance(value, dict)}
+    lines = [
+        f"  {name}: " + ", ".join(f"{key} {value}" for key, value in section.items())
+        for name, section in sections.items()
+    ]
+    rest = [f"{name} {value}" for name, value in to_json(config).items() if name not in sections and value != ""]
+    assert config.optim.samples is not None
+    weights = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    left = (config.optim.samples - seen) // config.optim.batch_size
+    start = f"going on after {seen:,} samples" if seen else "starting"
+    summary = f"{run_dir}: {start}, {weights:,} weights, {left:,} updates to go"
+    return summary if brief else "\n".join([summary, *lines, "  " + ", ".join(rest)])
+
+
+def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW, one fused kernel per group of parameters; or Muon, with AdamW for what is no matrix of the body."""
+    groups = parameter_groups(
+        model,
+        algorithm=optim.algorithm,
+        weight_decay=optim.weight_decay,
+        decayed=optim.decayed,
+        exempt=optim.exempt,
+        layer_decay=optim.layer_decay,
+    )
+    if optim.algorithm == "muon":
+        return Muon(groups, momentum=optim.momentum, betas=optim.betas, eps=optim.eps)
+    return torch.optim.AdamW(groups, lr=0.0, betas=optim.betas, eps=optim.eps, fused=True)
+
+
+def preprocess_of(config: Config) -> Preprocess:
+    """How images become what the run's network takes."""
+    data = config.data
+    assert data.mean is not None
+    assert data.std is not None
+    return Preprocess(data.mean, data.std, data.image_size, data.channels)

@@ -1,0 +1,270 @@
+"""Fine-tuning as an objective: augmented, mixed images against smoothed, mixed labels (MAE's recipe; Table 1, "FT").
+
+RandAugment, random erasing, mixup and cutmix on batches of tensors, drawn from each sample's own numbers. Layer decay,
+drop path and the schedule belong to the optimiser, the model and the recipe (recipes/transfer.py).
+Legend: B batch, C channels, H x W pixels, K classes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from anechoic.errors import UserError
+from anechoic.data.preprocess import Preprocess
+from anechoic.rng import Draws
+from anechoic.training.objectives import Objective, Samples
+
+# ---- RandAugment: every operation takes images (B, C, H, W) in 0 .. 1 and strengths (B,) in -1 .. 1 (sign: direction)
+
+
+def affine(x: Tensor, matrices: Tensor) -> Tensor:
+    """Resampled by matrices (B, 2, 3), output to input places in units of half a side; outside: the mean colour."""
+    fill = x.mean(dim=(2, 3), keepdim=True)
+    grid = F.affine_grid(matrices, list(x.shape), align_corners=False)
+    return F.grid_sample(x - fill, grid, mode="bilinear", padding_mode="zeros", align_corners=False) + fill
+
+
+def matrices(strength: Tensor, rows: Callable[[Tensor, Tensor, Tensor], Sequence[Sequence[Tensor]]]) -> Tensor:
+    zero, one = torch.zeros_like(strength), torch.ones_like(strength)
+    return torch.stack([torch.stack(list(row), dim=-1) for row in rows(strength, zero, one)], dim=1)
+
+
+def rotate(x: Tensor, m: Tensor) -> Tensor:
+    angle = m * math.radians(30)
+    return affine(x, matrices(angle, lambda a, z, o: [[a.cos(), -a.sin(), z], [a.sin(), a.cos(), z]]))
+
+
+def shear_x(x: Tensor, m: Tensor) -> Tensor:
+    return affine(x, matrices(0.3 * m, lambda s, z, o: [[o, s, z], [z, o, z]]))
+
+
+def shear_y(x: Tensor, m: Tensor) -> Tensor:
+    return affine(x, matrices(0.3 * m, lambda s, z, o: [[o, z, z], [s, o, z]]))
+
+
+def translate_x(x: Tensor, m: Tensor) -> Tensor:
+    # 0.45 of the side; a side is 2 units long.
+    return affine(x, matrices(0.9 * m, lambda s, z, o: [[o, z, s], [z, o, z]]))
+
+
+def translate_y(x: Tensor, m: Tensor) -> Tensor:
+    return affine(x, matrices(0.9 * m, lambda s, z, o: [[o, z, z], [z, o, s]]))
+
+
+def blend(x: Tensor, base: Tensor, m: Tensor) -> Tensor:
+    """base + factor (x - base), factor = max(0.1, 1 + 0.9 m): away from the base or towards it."""
+    factor = (1 + 0.9 * m).clamp(min=0.1).view(-1, 1, 1, 1)
+    return (base + factor * (x - base)).clamp(0, 1)
+
+
+def grey(x: Tensor) -> Tensor:
+    if x.shape[1] != 3:
+        return x.mean(dim=1, keepdim=True)
+    return (x * x.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(dim=1, keepdim=True)
+
+
+def colour(x: Tensor, m: Tensor) -> Tensor:
+    return blend(x, grey(x), m)
+
+
+def contrast(x: Tensor, m: Tensor) -> Tensor:
+    return blend(x, grey(x).mean(dim=(2, 3), keepdim=True), m)
+
+
+def brightness(x: Tensor, m: Tensor) -> Tensor:
+    return blend(x, torch.zeros_like(x), m)
+
+
+def sharpness(x: Tensor, m: Tensor) -> Tensor:
+    """The base is smoothed by a 3 x 3 kernel; the border stays."""
+    C = x.shape[1]
+    kernel = x.new_ones(3, 3)
+    kernel[1, 1] = 5
+    smooth = F.conv2d(x, (kernel / 13).expand(C, 1, 3, 3), groups=C)
+    base = x.clone()
+    base[:, :, 1:-1, 1:-1] = smooth
+    return blend(x, base, m)
+
+
+def auto_contrast(x: Tensor, m: Tensor) -> Tensor:
+    """Each channel stretched to 0 .. 1; a flat one stays."""
+    low, high = x.amin(dim=(2, 3), keepdim=True), x.amax(dim=(2, 3), keepdim=True)
+    return torch.where(high > low, (x - low) / (high - low).clamp(min=1e-6), x)
+
+
+def equalize(x: Tensor, m: Tensor) -> Tensor:
+    """Each channel's 256 levels mapped to their rank: level -> share of the pixels below it, the last level apart."""
+    levels = (x * 255).round().long().flatten(2)  # (B, C, H W)
+    counts = torch.zeros(*levels.shape[:2], 256, dtype=torch.long, device=x.device)
+    counts.scatter_add_(2, levels, torch.ones_like(levels))
+    last = counts.gather(2, levels.amax(dim=2, keepdim=True))
+    step = (counts.sum(dim=2, keepdim=True) - last) // 255
+    below = counts.cumsum(dim=2) - counts
+    table = ((below + step // 2) // step.clamp(min=1)).clamp(max=255)
+    mapped = table.gather(2, levels).view(x.shape) / 255
+    return torch.where(step[..., None] > 0, mapped, x)
+
+
+def invert(x: Tensor, m: Tensor) -> Tensor:
+    return 1 - x
+
+
+def posterize(x: Tensor, m: Tensor) -> Tensor:
+    """Keeps the 4 - floor(4 m) highest of 8 bits."""
+    bits = 4 - (4 * m.abs()).floor().long()
+    size = 2 ** (8 - bits.view(-1, 1, 1, 1))
+    return ((x * 255).round().long() // size * size) / 255
+
+
+def solarize(x: Tensor, m: Tensor) -> Tensor:
+    """Inverts what is at least 1 - m bright."""
+    return torch.where(x >= 1 - m.abs().view(-1, 1, 1, 1), 1 - x, x)
+
+
+def solarize_add(x: Tensor, m: Tensor) -> Tensor:
+    """Brightens what is darker than a half by 110 / 255 m."""
+    return torch.where(x < 128 / 255, (x + 110 / 255 * m.abs().view(-1, 1, 1, 1)).clamp(max=1), x)
+
+
+OPERATIONS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
+    auto_contrast,
+    equalize,
+    invert,
+    rotate,
+    posterize,
+    solarize,
+    solarize_add,
+    colour,
+    contrast,
+    brightness,
+    sharpness,
+    shear_x,
+    shear_y,
+    translate_x,
+    translate_y,
+)
+
+
+def rand_augment(x: Tensor, draws: Draws, *, magnitude: float = 9, deviation: float = 0.5, layers: int = 2) -> Tensor:
+    """`layers` times: a random operation, applied with probability 0.5 at strength N(magnitude, deviation) / 10."""
+    for layer in range(layers):
+        choice = draws.integers(f"operation {layer}", len(OPERATIONS), 1)[:, 0]
+        u = draws.uniform(f"strength {layer}", 2)
+        strength = (magnitude + deviation * draws.normal(f"magnitude {layer}", 1)[:, 0]).clamp(0, 10) / 10
+        strength = torch.where(u[:, 0] < 0.5, strength, -strength)
+        choice = torch.where(u[:, 1] < 0.5, choice, -1)
+        x = x.clone()
+        for number, operation in enumerate(OPERATIONS):
+            rows = (choice == number).nonzero()[:, 0]
+            if len(rows):
+                x[rows] = operation(x[rows], strength[rows])
+    return x
+
+
+# ---- erasing and mixing
+
+
+def random_erase(x: Tensor, draws: Draws, *, probability: float) -> Tensor:
+    """With this probability a box of 2 to 33 % of the area, aspect 0.3 to 3.3, becomes normal noise, pixel by pixel."""
+    C, H, W = x.shape[1:]
+    u = draws.uniform("erase", 5)
+    area = H * W * (0.02 + (1 / 3 - 0.02) * u[:, 1])
+    aspect = torch.exp(math.log(0.3) + (math.log(1 / 0.3) - math.log(0.3)) * u[:, 2])
+    height, width = (area * aspect).sqrt().round().clamp(1, H), (area / aspect).sqrt().round().clamp(1, W)
+    top, left = (u[:, 3] * (H - height + 1)).floor(), (u[:, 4] * (W - width + 1)).floor()
+    box = boxes(top, left, height, width, H, W) & (u[:, 0] < probability).view(-1, 1, 1)
+    return torch.where(box[:, None], draws.normal("erase noise", C, H, W), x)
+
+
+def boxes(top: Tensor, left: Tensor, height: Tensor, width: Tensor, H: int, W: int) -> Tensor:
+    """(B, H, W) bool: inside the box of each sample."""
+    rows, columns = torch.arange(H, device=top.device), torch.arange(W, device=top.device)
+    inside_rows = (rows >= top[:, None]) & (rows < (top + height)[:, None])
+    inside_columns = (columns >= left[:, None]) & (columns < (left + width)[:, None])
+    return inside_rows[:, :, None] & inside_columns[:, None, :]
+
+
+def smooth_labels(labels: Tensor, num_classes: int, smoothing: float) -> Tensor:
+    """(B,) -> (B, K): 1 - smoothing more on the label, smoothing / K everywhere."""
+    return F.one_hot(labels, num_classes) * (1 - smoothing) + smoothing / num_classes
+
+
+def mix(
+    x: Tensor, targets: Tensor, draws: Draws, *, mixup: float, cutmix: float, switch: float
+) -> tuple[Tensor, Tensor]:
+    """x and targets with those of the reversed batch: lam own + (1 - lam) other, or a box of area 1 - lam pasted in.
+
+    lam ~ Beta(a, a); one draw decides for the whole batch, from its first sample's numbers.
+    """
+    from scipy.stats import beta
+
+    use_cutmix, share, row, column = draws.uniform("mix", 4)[0].tolist()
+    cutting = cutmix > 0 and (mixup <= 0 or use_cutmix < switch)
+    alpha = cutmix if cutting else mixup
+    if alpha <= 0:
+        return x, targets
+    lam = float(beta.ppf(share, alpha, alpha))
+    other = x.flip(0)
+    if not cutting:
+        return lam * x + (1 - lam) * other, lam * targets + (1 - lam) * targets.flip(0)
+    H, W = x.shape[2:]
+    height, width = int(H * math.sqrt(1 - lam)), int(W * math.sqrt(1 - lam))
+    middle_row, middle_column = int(row * H), int(column * W)
+    top, bottom = max(0, middle_row - height // 2), min(H, middle_row + height // 2)
+    left, right = max(0, middle_column - width // 2), min(W, middle_column + width // 2)
+    x = x.clone()
+    x[:, :, top:bottom, left:right] = other[:, :, top:bottom, left:right]
+    # What was really pasted: the box may have been cut at the border.
+    lam = 1 - (bottom - top) * (right - left) / (H * W)
+    return x, lam * targets + (1 - lam) * targets.flip(0)
+
+
+# ---- the objective
+
+
+def finetuning(
+    *,
+    preprocess: Preprocess | None,
+    num_classes: int,
+    smoothing: float = 0.1,
+    mixup: float = 0.8,
+    cutmix: float = 1.0,
+    switch: float = 0.5,
+    magnitude: float = 9.0,
+    erase: float = 0.25,
+) -> Objective:
+    """Soft cross-entropy on augmented and mixed images in training; plain cross-entropy and accuracy in evaluation.
+
+    preprocess: how the images were normalised, since they are augmented as pixels. magnitude 0 leaves RandAugment out.
+    """
+    for name, value in {"smoothing": smoothing, "switch": switch, "erase": erase}.items():
+        if not 0 <= value <= 1:
+            raise UserError(f"The option {name} of fine-tuning lies between 0 and 1, not at {value}.")
+
+    def augmented(images: Tensor, draws: Draws) -> Tensor:
+        if magnitude > 0:
+            assert preprocess is not None, "the engine gives it"
+            pixels = preprocess.invert(images).clamp(0, 1)
+            images = preprocess.renormalise(rand_augment(pixels, draws, magnitude=magnitude))
+        return random_erase(images, draws, probability=erase) if erase else images
+
+    def loss(model: Any, batch: Samples, draws: Draws) -> dict[str, Tensor]:
+        assert batch.labels is not None, "the engine refuses this objective on data without labels"
+        if not model.training:
+            logits = model(batch.images)
+            accuracy = (logits.argmax(dim=1) == batch.labels).float().mean()
+            return {"loss": F.cross_entropy(logits, batch.labels), "accuracy": accuracy}
+        targets = smooth_labels(batch.labels, num_classes, smoothing)
+        # The places of pixels are too fine for bfloat16, which would move them by up to half of one at 224 pixels.
+        with torch.autocast(batch.images.device.type, enabled=False):
+            images = augmented(batch.images, draws)
+        images, targets = mix(images, targets, draws, mixup=mixup, cutmix=cutmix, switch=switch)
+        return {"loss": F.cross_entropy(model(images), targets)}
+
+    return loss

@@ -1,0 +1,466 @@
+"""Training: `fit(config, run_dir)`, one loop for every objective, that goes on bit for bit where it was stopped.
+
+It has no classes to inherit from; loss, schedule, averages and metrics are defined elsewhere.
+Progress is `seen`, the number of samples of finished updates; every interval and budget is counted in it. (Appendix A.)
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import sys
+import time
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anechoic.config import Config, adopt, check_shares, default_workers, differences, from_json, resolve, to_json
+from anechoic.data import Source
+from anechoic.data.loader import naming_killed_workers
+from anechoic.data.split import hold_out
+from anechoic.errors import UserError
+from anechoic.models.layers import choose_path, give_draws
+from anechoic.outcome import Outcome
+from anechoic.rng import Draws
+from anechoic.runtime import checkpoint
+from anechoic.runtime.determinism import freeze_garbage, reproducible
+from anechoic.runtime.devices import accelerators, check_devices
+from anechoic.runtime.distributed import (
+    World,
+    average_gradients,
+    cores_and_processes,
+    from_first,
+    join,
+    launch,
+    parallel,
+    shared_room,
+    total,
+    under_launcher,
+    wait_for_all,
+    without_averaging,
+)
+from anechoic.runtime.progress import Progress
+from anechoic.runtime.run import Run, read_frozen_config, read_metrics
+from anechoic.runtime.fsdp import shard
+from anechoic.runtime.signals import InterruptedRun, Stop, catch_signals
+from anechoic.shortcut import Annealing
+from anechoic.training.build import (
+    check,
+    check_labels,
+    describe,
+    make_loader,
+    make_model,
+    make_optimizer,
+    open_data,
+    preprocess_of,
+)
+from anechoic.training.checkpointing import Keeper, Mirror, is_sharded
+from anechoic.training.validation import Samples, make_monitor
+from anechoic.training.objectives import Objective, make_objective
+from anechoic.training.optim import AveragedWeights, gradient_norm, learning_rate, set_learning_rate
+
+log = logging.getLogger("anechoic")
+
+# Bytes of shared memory for the queues through which a process talks to its workers.
+QUEUES = 1 << 20
+
+
+class DivergedError(UserError):
+    """The loss or the gradient is no longer a number."""
+
+
+# ---- the loop
+
+
+def fit(config: Config, run_dir: str | Path, *, verbose: bool = False, brief: bool = False) -> dict[str, Any]:
+    """Train what the config says in run_dir, or go on with it, and return the content of its results.json.
+
+    A finished run returns its results at once. After SIGTERM or Ctrl-C it saves, then raises InterruptedRun. verbose
+    shows the frozen config (brief: one line of it) and the progress on the standard error stream.
+    """
+    run_dir = Path(run_dir)
+    devices = number_of_processes(config, run_dir)
+    if devices > 1 and not under_launcher():
+        return launch(partial(fit, verbose=verbose, brief=brief), config, run_dir, devices=devices)
+
+    with ExitStack() as stack:
+        stack.enter_context(naming_killed_workers())
+        stop = stack.enter_context(catch_signals(one_of_several=under_launcher()))
+        world = stack.enter_context(join())
+
+        # The first process owns the run directory; all of them open the data and agree on one frozen config.
+        opened: list[Run] = []
+        from_first(world, lambda: opened.append(stack.enter_context(Run(run_dir))))
+        run = opened[0] if opened else None
+        source = open_data(config)
+        config = from_json(from_first(world, lambda: to_json(resolve_config(config, run, source, world))))
+        results = from_first(world, lambda: finished(run, config) if run else None)
+        if results is not None:
+            return results
+        data, optim = config.data, config.optim
+        assert data.holdout is not None
+        assert optim.samples is not None
+        assert optim.lr is not None
+        check(config)
+        check_labels(config, source)
+        stack.enter_context(reproducible(threads=config.threads or 1, compiled=config.compile))
+
+        # Build the model, its objective, and what moves its weights. Initial weights depend on the seed alone.
+        torch.manual_seed(config.seed)
+        model = make_model(config)
+        found = from_first(world, lambda: checkpoint.latest(run_dir / "checkpoints"))
+        if config.init_from and found is None:
+            checkpoint.start_from(model, config.init_from)
+        choose_path(model, unfused=config.unfused, recompute=config.recompute)
+        preprocess = preprocess_of(config)
+        objective = make_objective(config.objective.name, preprocess=preprocess, **config.objective.options)
+        card = checkpoint.model_card(model, preprocess)
+
+        # One forward of the model and its objective is what processes average the gradient of.
+        dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
+        task = Task(model, objective, seed=config.seed, compiled=config.compile)
+        sharded = is_sharded(config, world)
+        trained = shard(world, task, dtype=dtype) if sharded else parallel(world, task.to(world.device))
+        autocast = torch.autocast(world.device.type, dtype=dtype) if dtype == torch.bfloat16 else nullcontext()
+
+        # What moves its weights, and what is kept of them.
+        optimizer = make_optimizer(model, optim)
+        lr_at = partial(
+            learning_rate,
+            samples=optim.samples,
+            lr=optim.lr,
+            warmup=optim.warmup,
+            schedule=optim.schedule,
+            min_lr=optim.min_lr,
+        )
+        average = AveragedWeights(model, decay=optim.ema) if optim.ema else None
+        keeper = Keeper(
+            world,
+            run,
+            config,
+            folder=run_dir / "checkpoints",
+            model=model,
+            optimizer=optimizer,
+            average=average,
+            card=card,
+            stack=stack,
+        )
+        mirror = Mirror(world, config, model)
+        anneal = Annealing.of(model, mirror.copy, share=config.shortcut.anneal) if config.shortcut.anneal else None
+
+        # Resume: the newest good checkpoint, and the metrics up to it.
+        seen, sums = 0, {"count": 0.0}
+        if found is not None:
+            path, state = found
+            keeper.restore(path)
+            seen, sums = state["seen"], state["sums"]
+        from_first(world, lambda: start(run, config, found))
+        if run is not None and verbose:
+            print(describe(config, model, run_dir, seen=seen, brief=brief), file=sys.stderr, flush=True)
+        resumed = found is not None
+
+        # Data: what is trained on, in an order that is a function of (seed, seen); what is only looked at.
+        train_indices, held_out_indices = hold_out(len(source), data.holdout, group=source.group_size)
+        loader = make_loader(
+            config,
+            source,
+            train_indices,
+            start=seen,
+            workers=workers_with_room(config, world),
+            rank=world.rank,
+            world_size=world.size,
+        )
+        batches = iter(loader)
+        monitor = None
+        if run is not None and data.holdout:
+            monitor = make_monitor(config, objective, source, train_indices, held_out_indices, preprocess=preprocess)
+
+        progress = stack.enter_context(
+            Progress(
+                samples=optim.samples,
+                seen=seen,
+                shown=verbose and run is not None,
+                tensorboard=run_dir / "tensorboard" if config.monitor.tensorboard and run is not None else None,
+            )
+        )
+        clock, clock_seen = time.perf_counter(), seen
+        started = clock
+        frozen_garbage = False
+        model.train()
+        stop.in_loop = True
+
+        while True:
+            done = seen >= optim.samples
+            if anneal is not None:
+                anneal.set(seen / optim.samples)
+
+            # What is due at this point was done before if a checkpoint of this point was loaded.
+            if not resumed:
+                # Report the means since the last report.
+                if run is not None and sums["count"] and (due(seen, config.monitor.report, optim.batch_size) or done):
+                    count, now = sums.pop("count"), time.perf_counter()
+                    record = {"kind": "train", "seen": seen, **{name: value / count for name, value in sums.items()}}
+                    record["lr"] = lr_at(seen)
+                    record["seconds"] = round(now - clock, 3)
+                    record["images_per_second"] = round((seen - clock_seen) / (now - clock), 1)
+                    run.append(record)
+                    progress.record(record)
+                    sums, clock, clock_seen = {"count": 0.0}, now, seen
+
+                # Evaluate on held-out samples.
+                if data.holdout and (due(seen, config.monitor.every, optim.batch_size) or done):
+                    measured = mirror.refresh()
+                    if run is not None and monitor is not None:
+                        record = {"kind": "validation", "seen": seen, **monitor.measure(measured)}
+                        run.append(record)
+                        progress.record(record)
+
+                # Save; a disk that refuses does not end the run.
+                if seen and (due(seen, config.save.every, optim.batch_size) or done or stop.agreed):
+                    kept: dict[str, Any] = {"sums": dict(sums)}
+                    if run is not None:
+                        run.list_skipped(loader.skipped)
+                        kept["metrics"] = run.metrics_digest
+                    saved = keeper.save(seen=seen, state=kept, last=bool(done or stop.agreed))
+                    if done and not saved:
+                        raise UserError(
+                            f"The trained weights could not be saved in {run_dir}: make room there and give the same "
+                            "command again, which goes on from the last good checkpoint."
+                        )
+            resumed = False
+
+            # Stop.
+            if stop.agreed and not done:
+                wait_for_all(world)  # a launcher may end the first process, which saves, once another has gone
+                if run is not None:
+                    log.warning("Stopped after %d of %d samples; the same command goes on.", seen, optim.samples)
+                raise InterruptedRun(stop.agreed)
+            if done:
+                break
+
+            # Step: the gradient of the whole batch, part by part; then the weights move.
+            set_learning_rate(optimizer, lr_at(seen))
+            step: dict[str, Tensor] = {}
+            parts = split(next(batches), optim.accumulate)
+            for i, (images, ids, visits, labels) in enumerate(parts):
+                with without_averaging(trained, active=i + 1 < len(parts)):
+                    with autocast:
+                        losses = trained(
+                            preprocess.apply(images.to(world.device, non_blocking=True)),
+                            *to_device(world.device, ids, visits, labels),
+                        )
+                    (losses["loss"] / len(parts)).backward()
+                for name, value in losses.items():
+                    step[name] = step.get(name, 0) + value.detach() / (len(parts) * world.size)
+            average_gradients(trained)
+            step["gradient_norm"] = gradient_norm(model.parameters(), clip=optim.clip) / world.size
+            values = agree(world, step, stop)
+            if not all(math.isfinite(value) for value in values.values()):
+                raise DivergedError(diverged_sentence(seen, config, run_dir))
+            optimizer.step()
+            optimizer.zero_grad()
+            if average is not None:
+                average.update(model)
+            seen += optim.batch_size
+            for name, value in values.items():
+                sums[name] = sums.get(name, 0.0) + value
+            sums["count"] += 1
+            if not frozen_garbage:
+                freeze_garbage()
+                frozen_garbage = True
+            progress.advance(optim.batch_size, loss=values["loss"])
+
+        # The end: the weights as a model directory, and what the run came to.
+        return from_first(world, lambda: finish(config, run, seconds=time.perf_counter() - started))
+
+
+# ---- its parts, in the order of their use
+
+
+def number_of_processes(config: Config, run_dir: Path) -> int:
+    """As asked for, else as the run began, else one per accelerator."""
+    before = read_frozen_config(run_dir)
+    devices = config.devices or (from_json(before).devices if before else None) or max(1, accelerators())
+    if not under_launcher():
+        check_devices(devices)
+    return devices
+
+
+def resolve_config(config: Config, run: Run | None, source: Source, world: World) -> Config:
+    """The frozen config: every open choice made, or taken from the run that is there; another run is refused.
+
+    Only the numbers of processes, threads and workers may change: samples and their order do not depend on them.
+    """
+    assert run is not None, "only the first process resolves"
+    if config.devices not in (None, world.size):
+        raise UserError(f"{world.size} processes were started, but devices is {config.devices}: make them equal.")
+    asked = replace(config, devices=world.size, data=replace(config.data, fingerprint=source.fingerprint))
+    saved = run.read_config()
+    if saved is None:
+        return resolve(
+            asked,
+            size=len(source),
+            fingerprint=source.fingerprint,
+            accelerators=accelerators(),
+            cores=torch.get_num_threads(),
+            workers=default_workers(*cores_and_processes()) if under_launcher() else None,
+        )
+    frozen = from_json(saved)
+    if asked.data.workers is not None:
+        frozen = replace(frozen, data=replace(frozen.data, workers=asked.data.workers))
+    if asked.threads not in (None, frozen.threads):
+        log.warning(
+            "Going on with %d threads instead of %s: sums, and so the last bits, may differ.",
+            asked.threads,
+            frozen.threads,
+        )
+        frozen = replace(frozen, threads=asked.threads)
+    if frozen.devices != world.size:
+        check_shares(asked.optim, world.size)
+        log.warning(
+            "Going on with %d processes instead of %s: the same samples in the same order, but sums, and so the last "
+            "bits, differ.",
+            world.size,
+            frozen.devices,
+        )
+        frozen = replace(frozen, devices=world.size)
+    if frozen.data.fingerprint not in (None, source.fingerprint) and frozen.data.source == asked.data.source:
+        raise UserError(
+            f"{config.data.source} is not the data that the run {run.path} began with (names, sizes or times of its "
+            "files differ): put that back, with its times if it was copied (cp -a, rsync -a), or choose another "
+            "directory."
+        )
+    changed = differences(frozen, adopt(asked, frozen))
+    if changed:
+        raise UserError(
+            f"The run {run.path} was made with other settings ({'; '.join(changed)}): give the same ones to go on with "
+            f"it, choose another directory, or start a new run from its weights with --init-from {run.path}."
+        )
+    return frozen
+
+
+def finished(run: Run, config: Config) -> dict[str, Any] | None:
+    """What the run came to, if it has ended and everything it ended with is still there; None if it is to go on."""
+    if not (run.path / "results.json").exists():
+        return None
+    damage = run.damage()
+    if damage is None:
+        return run.results
+    last = checkpoint.latest(run.checkpoints)
+    if last is None or last[1]["seen"] != config.optim.samples:
+        raise UserError(
+            f"The finished run {run.path} is damaged ({damage}) and has no checkpoint of its end to mend it from: "
+            "restore the file from a copy, or train again in another directory."
+        )
+    log.warning("The finished run %s was damaged (%s); it is written again from its last checkpoint.", run.path, damage)
+    return None
+
+
+def start(run: Run | None, config: Config, found: tuple[Path, dict[str, Any]] | None) -> None:
+    """Set the run directory to the checkpoint that was found, or to its beginning, and note that a process started."""
+    assert run is not None, "only the first process owns the directory"
+    if found is None:
+        run.rewind(None)
+    else:
+        run.rewind(found[1]["seen"], digest=found[1]["metrics"])
+    run.start(to_json(config))
+
+
+def workers_with_room(config: Config, world: World) -> int:
+    """The workers asked for, or none if shared memory cannot hold the batches they prepare; results are the same."""
+    data, workers = config.data, config.data.workers or 0
+    batch = config.optim.batch_size // world.size * data.channels * data.image_size**2
+    # Each worker prepares two batches ahead, one is being used, queues take some; so for every process of this machine.
+    needed = (batch * (2 * workers + 1) + QUEUES) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if workers and needed > shared_room():
+        log.warning(
+            "Shared memory has no room for the %d MB that %d workers hand over: images are decoded without workers. "
+            "A larger /dev/shm helps (docker run --shm-size).",
+            needed >> 20,
+            workers,
+        )
+        return 0
+    return workers
+
+
+class Task(nn.Module):
+    """The model under its objective, as one forward: the objective sees the bare model, the processes one module."""
+
+    def __init__(self, model: nn.Module, objective: Objective, *, seed: int, compiled: bool = False) -> None:
+        super().__init__()
+        self.model, self.objective, self.seed = model, objective, seed
+        # In a tuple, so that its weights are not counted twice; whoever looks into the model sees the one above.
+        self.called = (torch.compile(model) if compiled else model,)
+
+    def forward(self, images: Tensor, ids: Tensor, visits: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
+        draws = Draws(self.seed, ids, visits)
+        give_draws(self.model, draws)
+        return self.objective(self.called[0], Samples(images, labels), draws)
+
+
+def due(seen: int, every: int | None, batch_size: int) -> bool:
+    """Whether the last update passed a multiple of `every` samples."""
+    assert every is not None, "the config is resolved before training"
+    return seen % every < batch_size
+
+
+def split(batch: Any, parts: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    """(images, ids, visits, labels) of each of the equal parts of a batch, in order."""
+    size = len(batch.ids) // parts
+    columns = [
+        x.split(size) if x is not None else [None] * parts
+        for x in (batch.images, batch.ids, batch.visits, batch.labels)
+    ]
+    return list(zip(*columns, strict=True))
+
+
+def to_device(device: torch.device, *tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if x is None else x.to(device, non_blocking=True) for x in tensors]
+
+
+def agree(world: World, step: dict[str, Tensor], stop: Stop) -> dict[str, float]:
+    """The sums over processes of their shares of each number; on the way they learn whether one was asked to stop."""
+    asked = torch.tensor(float(stop.asked), device=world.device)
+    *values, anyone = total(world, torch.stack([*(value.float() for value in step.values()), asked])).tolist()
+    if anyone:
+        stop.agreed = stop.asked or signal.SIGTERM
+    return dict(zip(step, values, strict=True))
+
+
+def diverged_sentence(seen: int, config: Config, run_dir: Path) -> str:
+    remedies = ["a lower optim.base_lr", "optim.clip 1"]
+    if config.shortcut.alpha_min != 1:
+        remedies.insert(0, "a larger shortcut.alpha_min")
+    if config.model.options.get("zero_init") is False:
+        remedies.insert(0, "zero_init=true")
+    return (
+        f"The loss or its gradient stopped being a number after {seen} samples; the last good checkpoint is kept in "
+        f"{run_dir}, and a new run may do with {', '.join(remedies[:-1])} or {remedies[-1]}."
+    )
+
+
+def finish(config: Config, run: Run | None, *, seconds: float) -> dict[str, Any]:
+    """Write the model directory and results.json: the last values of everything that was measured."""
+    assert run is not None, "only the first process finishes"
+    try:
+        run.flush()
+        metrics: dict[str, Any] = {}
+        for record in read_metrics(run.path):
+            metrics |= {name: value for name, value in record.items() if name not in ("kind", "seconds")}
+        checkpoint.export_weights(run.path)
+        results = Outcome(
+            config=to_json(config), metrics=metrics, seed=config.seed, seconds=round(seconds, 3)
+        ).to_json()
+        run.finish(results)
+    except OSError as problem:
+        raise UserError(
+            f"The results could not be written in {run.path} ({problem}): give the same command again."
+        ) from problem
+    return results

@@ -1,0 +1,128 @@
+"""Muon: matrices move along their momentum made orthogonal, so that every direction is learned; AdamW moves the rest.
+
+One optimiser object for both, so that a loop, a checkpoint and a schedule need not know. Which parameters are matrices
+of the network's body is decided in optim.py. (Jordan et al. 2024; the scale of the update is that of Liu et al. 2025.)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anechoic.runtime.fsdp import local, placed, whole
+
+# The quintic a x + b x^3 + c x^5, five times, brings singular values from 0.01 .. 1 to about 0.7 .. 1.2.
+QUINTIC = (3.4445, -4.7750, 2.0315)
+STEPS = 5
+# An update of this times sqrt(max(rows, columns)) has the root mean square of AdamW's, so learning rates carry over.
+UPDATE_SCALE = 0.2
+# From this ratio of sides on, iterating on the small Gram matrix costs less than on the matrix itself.
+GRAM_RATIO = 2
+EPS = 1e-7
+
+
+def orthogonalise(matrices: Tensor) -> Tensor:
+    """(n, rows, columns) -> about U V^T of each one's singular value decomposition U S V^T.
+
+    In float32 on processors, where bfloat16 is often emulated, and in bfloat16 on accelerators.
+    """
+    dtype = torch.float32 if matrices.device.type == "cpu" else torch.bfloat16
+    x = matrices.to(dtype)
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT.contiguous() if tall else x
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=EPS)
+    by_gram = dtype == torch.float32 and x.shape[2] >= GRAM_RATIO * x.shape[1]
+    x = _iterate_gram(x) if by_gram else _iterate(x)
+    return (x.mT if tall else x).to(matrices.dtype)
+
+
+def _iterate(x: Tensor) -> Tensor:
+    a, b, c = QUINTIC
+    for _ in range(STEPS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
+
+
+def _iterate_gram(x: Tensor) -> Tensor:
+    """The same: each step multiplies x by a polynomial of x x^T, and these commute, so x itself is needed but twice."""
+    a, b, c = QUINTIC
+    gram = x @ x.mT
+    product = None
+    for step in range(STEPS):
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        factor.diagonal(dim1=1, dim2=2).add_(a)
+        product = factor if product is None else factor @ product
+        if step + 1 < STEPS:
+            gram = factor @ (factor @ gram)
+    assert product is not None
+    return product @ x
+
+
+class Muon(torch.optim.Optimizer):
+    """Groups with "algorithm": "muon" hold matrices and move by orthogonalised Nesterov momentum; others by AdamW.
+
+    m <- momentum m + (1 - momentum) g;  n = (1 - momentum) g + momentum m;  w <- (1 - lr weight_decay) w - lr 0.2
+    sqrt(max(rows, columns)) orthogonalise(n). Matrices of one shape are orthogonalised together, whatever their groups.
+    Where processes hold some rows each, n is gathered, since only a whole matrix can be made orthogonal.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        lr: float = 0.0,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "algorithm": "adamw",
+        }
+        super().__init__(groups, defaults)
+        rest = [group for group in self.param_groups if group["algorithm"] == "adamw"]
+        # The groups are the same objects and the state is shared at each step, so this one's life shows in ours.
+        self.adamw = torch.optim.AdamW(rest, lr=lr, betas=betas, eps=eps, fused=True) if rest else None
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        assert closure is None, "the loss is computed before the step"
+        if self.adamw is not None:
+            self.adamw.param_groups = [group for group in self.param_groups if group["algorithm"] == "adamw"]
+            self.adamw.state = self.state
+            self.adamw.step()
+        by_shape: dict[tuple[Any, ...], list[tuple[Tensor, dict[str, Any]]]] = defaultdict(list)
+        for group in self.param_groups:
+            if group["algorithm"] == "muon":
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        key = (parameter.shape, parameter.dtype, parameter.device)
+                        by_shape[key].append((parameter, group))
+        for members in by_shape.values():
+            self._move(members)
+
+    def _move(self, members: list[tuple[Tensor, dict[str, Any]]]) -> None:
+        """One step of matrices of one shape."""
+        blends = []
+        for parameter, group in members:
+            state, gradient = self.state[parameter], parameter.grad
+            assert gradient is not None, "members have gradients"
+            if not state:
+                state["momentum"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            average = state["momentum"].lerp_(gradient, 1 - group["momentum"])
+            blends.append(whole(torch.lerp(gradient, average, group["momentum"])))
+        updates = orthogonalise(torch.stack(blends))
+        size = UPDATE_SCALE * max(updates.shape[1:]) ** 0.5
+        for (parameter, group), update in zip(members, updates, strict=True):
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            local(parameter).add_(local(placed(update, parameter)), alpha=-group["lr"] * size)

@@ -1,0 +1,92 @@
+"""What training minimises: callables (model, batch, draws) -> {"loss": scalar, ...}, by name.
+
+An objective holds no state and knows no loop; whatever is random comes from the batch's draws, one stream per sample.
+A new one is a row of OBJECTIVES. (Section 4.)
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NamedTuple, Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from anechoic.errors import UserError, nearest_name
+from anechoic.data.preprocess import Preprocess
+from anechoic.rng import Draws
+
+
+class Samples(Protocol):
+    """What an objective reads of a batch: normalised images (B, C, H, W) and, if the data has them, labels (B,)."""
+
+    @property
+    def images(self) -> Tensor: ...
+
+    @property
+    def labels(self) -> Tensor | None: ...
+
+
+Objective = Callable[[Any, Samples, Draws], dict[str, Tensor]]
+
+
+def masked_reconstruction() -> Objective:
+    """The masked autoencoder's own loss; each sample's mask is drawn from its uniform noise (B, N)."""
+
+    def loss(model: Any, batch: Samples, draws: Draws) -> dict[str, Tensor]:
+        p = model.config.patch_size
+        rows, columns = batch.images.shape[2] // p, batch.images.shape[3] // p
+        return {"loss": model(batch.images, draws.uniform("mask", rows * columns)).loss}
+
+    return loss
+
+
+def supervised(*, label_smoothing: float = 0.0) -> Objective:
+    """Cross-entropy of the model's logits (B, K) with labels: class numbers (B,), or soft targets (B, K)."""
+
+    def loss(model: Any, batch: Samples, draws: Draws) -> dict[str, Tensor]:
+        assert batch.labels is not None, "the engine refuses this objective on data without labels"
+        logits = model(batch.images)
+        classes = batch.labels if batch.labels.ndim == 1 else batch.labels.argmax(dim=1)
+        accuracy = (logits.detach().argmax(dim=1) == classes).float().mean()
+        return {"loss": F.cross_entropy(logits, batch.labels, label_smoothing=label_smoothing), "accuracy": accuracy}
+
+    return loss
+
+
+class Entry(NamedTuple):
+    """builder: "module:function", which takes the objective's options as keywords. trains: the beginning of the model's
+    name, where it cannot train any network. labels: it reads them, so the engine asks the data for them."""
+
+    builder: str
+    trains: str = ""
+    labels: bool = False
+
+
+OBJECTIVES = {
+    "masked_reconstruction": Entry("anechoic.training.objectives:masked_reconstruction", trains="mae_"),
+    "supervised": Entry("anechoic.training.objectives:supervised", labels=True),
+    "finetuning": Entry("anechoic.training.finetuning:finetuning", labels=True),
+    "noise_prediction": Entry("anechoic.diffusion.process:noise_prediction"),
+    "flow_matching": Entry("anechoic.diffusion.process:flow_matching"),
+}
+
+
+def make_objective(name: str, *, preprocess: Preprocess | None = None, **options: Any) -> Objective:
+    """The objective of this name; unknown names and options are refused, the nearest known one offered.
+
+    An objective that changes pixels takes the run's Preprocess by a parameter of that name, which is no option; without
+    one it can be checked, but not used.
+    """
+    if name not in OBJECTIVES:
+        raise UserError(f"There is no objective {name!r}; {nearest_name(name, OBJECTIVES)}")
+    module, _, function = OBJECTIVES[name].builder.partition(":")
+    builder = getattr(import_module(module), function)
+    parameters = list(inspect.signature(builder).parameters)
+    known = [parameter for parameter in parameters if parameter != "preprocess"]
+    for option in options:
+        if option not in known:
+            raise UserError(f"The objective {name} has no option {option!r}; {nearest_name(option, known)}")
+    return builder(**options, preprocess=preprocess) if "preprocess" in parameters else builder(**options)

@@ -1,0 +1,105 @@
+"""The monitor of a run, without labels: what the network makes of samples it is never trained on.
+
+Measures the loss with fixed masks and noise, effective rank and token norm of every block, and how strong branches are
+beside their shortcuts; k-NN only if asked for. It decides nothing. (Section 5.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from anechoic.config import Config
+from anechoic.data import Source, Subset
+from anechoic.data.in_memory import Prepared
+from anechoic.diffusion.process import process_of
+from anechoic.eval.denoisers import Denoiser, denoiser_of
+from anechoic.eval.encoders import Encoder
+from anechoic.eval.evaluator import EvalSpec, Evaluator
+from anechoic.eval.features import evaluating
+from anechoic.eval.eval_data import Labelled
+from anechoic.data.preprocess import Preprocess
+from anechoic.rng import Draws
+from anechoic.training.build import reads_without_labels
+from anechoic.training.objectives import Objective
+
+
+class Samples(NamedTuple):
+    """What an objective reads: normalised images (B, C, H, W), and labels (B,) if the data has them."""
+
+    images: Tensor
+    labels: Tensor | None
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """Measures on held-out samples; `votes` are training samples for a k-NN test, if one is wanted."""
+
+    config: Config
+    objective: Objective
+    preprocess: Preprocess
+    held_out: Prepared
+    votes: Prepared | None
+
+    def measure(self, model: Any) -> dict[str, Any]:
+        """held_out_loss (and what else the objective gives), a number per block and per Shortcut, knn_accuracy."""
+        device = next(model.parameters()).device
+        record: dict[str, Any] = {f"held_out_{name}": value for name, value in self.losses(model, device).items()}
+        if not reads_without_labels(model.config):
+            return record  # of its blocks nothing can be said that does not depend on the labels it is told
+        metrics = ("statistics",) if self.votes is None else ("statistics", "knn")
+        encoder = self.encoder(model)
+        spec = EvalSpec(metrics, poolings=("mean",), noise=(0.0,) if isinstance(encoder, Denoiser) else ())
+        votes = None if self.votes is None else self.votes.labels
+        labelled = Labelled(self.votes, self.held_out, votes, self.held_out.labels)
+        found = Evaluator(spec, device=str(device), cached=False).run(encoder, labelled)
+        record |= found.network
+        if self.votes is not None:
+            record["knn_accuracy"] = found.value("knn", pooling="mean")
+        return record
+
+    def encoder(self, model: nn.Module) -> Encoder | Denoiser:
+        process = process_of(self.config.objective.name, self.config.objective.options)
+        if process is not None:
+            return denoiser_of(model, process, self.preprocess, name="run")
+        return Encoder("run", model, self.preprocess)
+
+    @torch.no_grad()
+    def losses(self, model: nn.Module, device: torch.device) -> dict[str, float]:
+        """Means over the held-out samples in eval mode; masks and noise are the same every time."""
+        sums: dict[str, float] = {}
+        images, labels = self.held_out.images, self.held_out.labels
+        with evaluating(model):
+            for rows in torch.arange(len(images)).split(min(256, self.config.optim.batch_size)):
+                known = None if labels is None else torch.from_numpy(labels)[rows].to(device)
+                batch = Samples(self.preprocess.apply(images[rows].to(device)), known)
+                ids = self.held_out.ids[rows].to(device)
+                for name, value in self.objective(
+                    model, batch, Draws(self.config.seed, ids, torch.zeros_like(ids))
+                ).items():
+                    sums[name] = sums.get(name, 0.0) + value.item() * len(ids)
+        return {name: value / len(images) for name, value in sums.items()}
+
+
+def make_monitor(
+    config: Config,
+    objective: Objective,
+    source: Source,
+    train_indices: np.ndarray,
+    held_out_indices: np.ndarray,
+    *,
+    preprocess: Preprocess,
+) -> Monitor:
+    """Reads the held-out samples, and the first training samples if a k-NN test is wanted, without augmentation."""
+    held_out, votes = (
+        Prepared.of(Subset(source, indices), image_size=config.data.image_size, seed=config.seed)
+        if len(indices)
+        else None
+        for indices in (held_out_indices, train_indices[: config.monitor.knn])
+    )
+    assert held_out is not None, "a run without held-out samples has no monitor"
+    return Monitor(config, objective, preprocess, held_out, votes)

@@ -1,0 +1,48 @@
+"""Inside the branches: what AdamW and Muon make of matrices that start at zero, with and without an echo of the input.
+
+The photographs of natural.py, looked at sixteen times along the way. By the fold a decayed network is a plain one whose
+branches learn faster, and nothing hides what they write: if the first updates have few directions, its features do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from anechoic_lab.grids import Grid, Row, Variant
+from anechoic_lab.cifar_length import BEST, EVALUATION, SAMPLES, photographs
+from anechoic_lab.lr_search import WORDS
+
+ARMS = {f"{algorithm}-alpha{alpha:g}": (algorithm, alpha) for algorithm in WORDS for alpha in (1.0, 0.6)}
+
+
+def anatomy_variants() -> dict[str, Variant]:
+    evaluation = replace(EVALUATION, fitted=5000, tested=2000, checkpoints=True, anatomy=True)
+    return {
+        name: Variant(photographs(alpha, algorithm=algorithm, lr=BEST[algorithm, SAMPLES], checkpoints=16), evaluation)
+        for name, (algorithm, alpha) in ARMS.items()
+    }
+
+
+ANATOMY = Grid(
+    name="anatomy",
+    title="Inside the branches: ranks and components, AdamW and Muon",
+    claim="",
+    group="anatomy",
+    rows=[Row(f"{WORDS[algorithm]}, alpha_min {alpha:g}", name) for name, (algorithm, alpha) in ARMS.items()],
+    metrics={
+        "probe_mean": "linear probe, %",
+        "knn_mean": "k-NN, %",
+        "knn_whitened_mean": "k-NN whitened, %",
+        "layers.mean.entropy_centred.-1": "rank of the features (entropy)",
+        "layers.mean.common_share.-1": "share of the common part",
+        "layers.mean.first_share.-1": "share of the first component",
+        "layers.mean.three_share.-1": "share of the first three",
+        "layers.mean.look_share.-1": "of those, colour and contrast",
+    },
+    baseline="muon-alpha1",
+    kind="anatomy",
+)
+
+GROUPS: dict[str, Callable[[], dict[str, Variant]]] = {"anatomy": anatomy_variants}
+GRIDS = {ANATOMY.name: ANATOMY}

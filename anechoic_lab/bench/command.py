@@ -1,0 +1,74 @@
+"""How fast it is: the verb that measures this library beside its peers on this machine."""
+
+from __future__ import annotations
+
+import time
+from importlib import import_module
+from pathlib import Path
+
+from anechoic.cli import verb
+from anechoic.errors import UserError, nearest_name
+from anechoic.outcome import Outcome, package_version
+
+# What can be measured -> the module that does: `run(options) -> rows`, and `PEERS`, the packages it compares with.
+BENCHMARKS = {
+    "train": "anechoic_lab.bench.train",
+    "data": "anechoic_lab.bench.data",
+    "embed": "anechoic_lab.bench.embed",
+    "sample": "anechoic_lab.bench.sample",
+    "knn": "anechoic_lab.bench.knn",
+    "probe": "anechoic_lab.bench.probe",
+    "memory": "anechoic_lab.bench.verbs",
+    "growth": "anechoic_lab.bench.growth",
+    "quality": "anechoic_lab.bench.quality",
+}
+
+
+def bench(
+    what: str = "all",
+    /,
+    *,
+    rounds: int = 5,
+    images: Path | None = None,
+    small: str = "",
+    workers: int = 0,
+    unfused: bool = False,
+) -> Outcome:
+    """Measure speed against peers, taking turns with them on this machine.
+
+    Example: anechoic bench data --images imagenette/train --small cifar100/train.parquet
+
+    Args:
+        what: train, data, embed, sample, knn, probe, memory (of the verbs), growth (of the training step),
+            quality (time until a network is as good as the peer's), or all.
+        rounds: how many turns each contestant takes; the median and the range of the ratios are shown.
+        images: for data and embed, a folder of JPEGs; JPEGs are made from the embedded scenes if it is not given.
+        small: for data and quality, a source of small images, labelled for quality; embedded ones if it is not given.
+        workers: for data, worker processes of both loaders.
+        unfused: for train, our path module by module instead of the fused one.
+    """
+    if what not in (*BENCHMARKS, "all"):
+        raise UserError(f"There is no benchmark {what!r}; {nearest_name(what, [*BENCHMARKS, 'all'])}")
+    if rounds < 1 or workers < 0:
+        raise UserError("A benchmark needs at least one round, and workers of 0 or more.")
+    from anechoic_lab.bench.timing import Options, table
+
+    start = time.perf_counter()
+    options = Options(rounds, str(images or ""), small, workers, unfused, verb)
+    rows, peers, failed = [], {}, {}
+    for name in BENCHMARKS if what == "all" else [what]:
+        module = import_module(BENCHMARKS[name])
+        try:
+            rows += [{"benchmark": name, **row} for row in module.run(options)]
+        except Exception as problem:  # of several, the rows measured so far are kept, and the text ends with this
+            if what != "all":
+                raise
+            failed[name] = f"{type(problem).__name__}: {problem}"
+            continue
+        peers.update({package: package_version(package) for package in module.PEERS})
+    return Outcome(
+        config={},
+        metrics={"rows": rows, "peers": peers, "failed": failed},
+        seconds=time.perf_counter() - start,
+        text="\n".join([table(rows), *(f"{name} failed: {reason}" for name, reason in failed.items())]),
+    )

@@ -1,0 +1,227 @@
+"""Time to quality: seconds until a network is as good as transformers' ViTMAE is at the end of a fixed budget.
+
+The peer trains the original masked autoencoder with AdamW at the best of five peak rates, which is found first, with a
+seed of its own, by the loss on held-out images. Ours trains as the pocket recipe does (skips, Muon), with residual
+shortcuts, which the rule of `pretrain` chooses at this length. Both read the same images, crops and batches, on one
+thread each, one after the other, and are measured alike: the loss on held-out images with fixed masks, and a linear
+probe of the frozen mean token. Ours tries ever longer trainings, each with a schedule of its own. What counts is the
+whole time of the shortest that is at least as good, on average over the seeds, and is followed by another such: one
+lucky length decides nothing. Time is that of the processor, which on one thread is what a clock shows where nothing
+else runs.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+from anechoic_lab.bench.timing import Options, Timing, row
+from anechoic_lab.bench.train import DRAWINGS, Work, peer_network
+from anechoic.errors import UserError
+
+if TYPE_CHECKING:
+    from anechoic.config import Config
+
+PEERS = ("transformers", "torch")
+SAMPLES = 96_000
+PEER_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
+SEARCH_SEED = 100
+SHARES = (1 / 12, 1 / 8, 1 / 6, 1 / 5, 1 / 4, 1 / 3, 1 / 2, 1.0)  # of the peer's samples
+FITTED, TESTED = 10_000, 5_000  # images of a probe, at most
+GOALS = {"loss": "held-out loss", "probe": "linear probe"}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training came to: its seconds of processor time, its loss on held-out images, its probe's accuracy."""
+
+    samples: int
+    seconds: float
+    loss: float
+    probe: float
+
+
+def run(options: Options) -> list[dict[str, Any]]:
+    """A row for the loss and one for the probe; every training that was run is told in both."""
+    try:
+        import transformers  # noqa: F401 (only whether it is there)
+    except ImportError as error:
+        raise UserError('This benchmark needs an extra package: pip install "anechoic[bench]".') from error
+    with tempfile.TemporaryDirectory() as folder:
+        race = Race(options.small, Path(folder))
+        searched = {rate: race.peer(SEARCH_SEED, rate) for rate in PEER_RATES}
+        rate = min(searched, key=lambda rate: searched[rate].loss)
+        peers = [race.peer(seed, rate) for seed in range(options.rounds)]
+        ours = race.until_good(peers)
+    search = {f"{rate:g}": asdict(found) for rate, found in searched.items()}
+    return [goal_row(goal, race.work, peers, ours) | {"peer_rate": rate, "peer_rates": search} for goal in GOALS]
+
+
+def goal_row(goal: str, work: Work, peers: list[Trained], ours: list[list[Trained]]) -> dict[str, Any]:
+    """Of our trainings, one list of seeds for every length, the first length that counts; the last where none does."""
+    found = first_good(goal, peers, ours)
+    chosen = ours[-1 if found is None else found]
+    timing = Timing({"ours": [own.seconds for own in chosen], "transformers": [peer.seconds for peer in peers]})
+    name = f"until the {GOALS[goal]} that transformers with AdamW has after {SAMPLES:,} samples, {work}"
+    return row(name, timing, ours="ours", peer="transformers") | {
+        "reached": found is not None,
+        "samples_ratio": peers[0].samples / chosen[0].samples,
+        "peers": [asdict(peer) for peer in peers],
+        "lengths": [[asdict(own) for own in length] for length in ours],
+    }
+
+
+def first_good(goal: str, peers: list[Trained], ours: list[list[Trained]]) -> int | None:
+    """Which length is the first of two in a row at which ours is as good; the longest there is may stand alone."""
+    good = [is_as_good(goal, length, peers) for length in ours]
+    pairs = zip(good, [*good[1:], len(ours) == len(SHARES)], strict=True)
+    return next((i for i, pair in enumerate(pairs) if all(pair)), None)
+
+
+def is_as_good(goal: str, ours: list[Trained], peers: list[Trained]) -> bool:
+    """On average over the seeds."""
+    own, other = (mean(getattr(trained, goal) for trained in trainings) for trainings in (ours, peers))
+    return own <= other if goal == "loss" else own >= other
+
+
+class Race:
+    """The data of all trainings, where their files go, and how each is started and measured."""
+
+    def __init__(self, small: str, folder: Path) -> None:
+        from anechoic.config import resolve
+        from anechoic.recipes import recipe
+        from anechoic.training.build import open_data
+
+        config = recipe("pocket_mae_emoji")
+        if small:
+            config = replace(config, data=replace(config.data, source=small, image_size=32, scale=(0.2, 1.0)))
+        self.work = replace(DRAWINGS, name=small or DRAWINGS.name, image=config.data.image_size)
+        config = replace(
+            config,
+            shortcut=replace(config.shortcut, alpha_min=1.0),
+            monitor=replace(config.monitor, report=SAMPLES // 10, every=SAMPLES),
+            save=replace(config.save, every=SAMPLES),
+            threads=1,
+            devices=1,
+        )
+        source = open_data(config)
+        self.config = resolve(config, size=len(source), fingerprint=source.fingerprint, accelerators=0, cores=1)
+        self.labelled = (small, None) if small else ("emoji:train", "emoji:test")
+        self.folder = folder
+        self.count = 0
+
+    def until_good(self, peers: list[Trained]) -> list[list[Trained]]:
+        """Our trainings, longer and longer until both goals are reached for good; every length with every seed."""
+        ours: list[list[Trained]] = []
+        for share in SHARES:
+            ours.append([self.ours(seed, share) for seed in range(len(peers))])
+            if all(first_good(goal, peers, ours) is not None for goal in GOALS):
+                break
+        return ours
+
+    def peer(self, seed: int, rate: float) -> Trained:
+        from anechoic.weights.importing import Choices, import_checkpoint
+
+        config = replace(self.config, seed=seed)
+        folder = self.next_folder()
+        seconds = in_a_process(train_peer, config, self.work, rate, folder)
+        network = import_checkpoint(folder, Choices()).network
+        return self.measured(network, config, SAMPLES, seconds)
+
+    def ours(self, seed: int, share: float) -> Trained:
+        from anechoic.runtime.checkpoint import load
+
+        samples = int(SAMPLES * share) // self.work.batch * self.work.batch
+        config = replace(self.config, seed=seed, optim=replace(self.config.optim, samples=samples))
+        folder = self.next_folder()
+        seconds = in_a_process(train_ours, config, folder)
+        return self.measured(load(folder), config, samples, seconds)
+
+    def next_folder(self) -> Path:
+        self.count += 1
+        return self.folder / str(self.count)
+
+    def measured(self, network: Any, config: Config, samples: int, seconds: float) -> Trained:
+        import torch
+
+        from anechoic.data.split import hold_out
+        from anechoic.eval.encoders import Encoder
+        from anechoic.eval.evaluator import EvalSpec, Evaluator
+        from anechoic.eval.eval_data import open_labelled
+        from anechoic.training.build import open_data, preprocess_of
+        from anechoic.training.validation import make_monitor
+        from anechoic.training.objectives import make_objective
+
+        preprocess, source = preprocess_of(config), open_data(config)
+        objective = make_objective(config.objective.name, preprocess=preprocess, **config.objective.options)
+        parts = hold_out(len(source), config.data.holdout or 0)
+        monitor = make_monitor(replace(config, seed=0), objective, source, *parts, preprocess=preprocess)
+        loss = monitor.losses(network, torch.device("cpu"))["loss"]
+        labelled = open_labelled(*self.labelled, channels=preprocess.channels)
+        spec = EvalSpec(("probe",), poolings=("mean",), fitted=FITTED, tested=TESTED)
+        probe = Evaluator(spec, cached=False).run(Encoder("network", network, preprocess), labelled)
+        return Trained(samples, seconds, loss, 100 * probe.value("probe", pooling="mean"))
+
+
+# ---- the trainings, each in a process of its own that has imported everything when its clock starts
+
+
+def in_a_process(train: Any, *arguments: Any) -> float:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(train, *arguments).result()
+
+
+def train_ours(config: Config, folder: Path) -> float:
+    """All that `anechoic train` does, saving included."""
+    from anechoic.training.loop import fit
+
+    start = time.process_time()
+    fit(config, folder)
+    return time.process_time() - start
+
+
+def train_peer(config: Config, work: Work, rate: float, folder: Path) -> float:
+    """transformers' network under AdamW, with our images, warm-up and cosine, and no decay of biases and norms."""
+    import torch
+
+    from anechoic.data.split import hold_out
+    from anechoic.models.layers import sincos_positions
+    from anechoic.training.build import make_loader, open_data, preprocess_of
+    from anechoic.training.optim import learning_rate, set_learning_rate
+
+    torch.set_num_threads(1)
+    torch.manual_seed(config.seed)
+    optim = config.optim
+    network = peer_network(work)
+    # Built from a config, transformers 5.22 leaves both tables of positions at zero; the original's are fixed ones.
+    grid = (work.image // work.patch,) * 2
+    for table in (network.vit.embeddings.position_embeddings, network.decoder.decoder_pos_embed):
+        table.data[0, 1:] = sincos_positions(table.shape[-1], grid)
+    start = time.process_time()
+    source = open_data(config)
+    batches = iter(make_loader(config, source, hold_out(len(source), config.data.holdout or 0)[0]))
+    prepare = preprocess_of(config).apply
+    groups = [
+        {
+            "params": [p for p in network.parameters() if p.requires_grad and (p.ndim > 1) == is_matrix],
+            "weight_decay": decay,
+            "lr_scale": 1.0,
+        }
+        for is_matrix, decay in ((True, 0.05), (False, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=True)
+    for seen in range(0, SAMPLES, optim.batch_size):
+        lr = learning_rate(seen, samples=SAMPLES, lr=rate, warmup=optim.warmup, schedule=optim.schedule)
+        set_learning_rate(optimizer, lr)
+        network(pixel_values=prepare(next(batches).images)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    seconds = time.process_time() - start
+    network.save_pretrained(folder)
+    return seconds

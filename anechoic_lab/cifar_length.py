@@ -1,0 +1,244 @@
+"""Photographs at a fair rate: CIFAR-100, the pocket protocol, each arm at its own best of five peak rates.
+
+The rates are chosen by the loss on 256 held-out images, never by a label, with a seed of their own; the claim is made
+with seeds that no choice had seen, on 10,000 images to fit and vote and 5,000 to test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from anechoic.config import Algorithm, Config
+from anechoic_lab.grids import KNN_PANELS, Grid, Row, Variant
+from anechoic_lab.pocket import PROBES, TEST, TRAIN, mae
+from anechoic_lab.lr_search import FIRST_FRESH_SEED, WORDS, Rates, rate_search
+from anechoic.sweeps.trial import EvalPlan
+from anechoic.recipes.pretrain import pretrain_config
+
+SAMPLES = 96_000
+LONG = (512_000, 2_048_000)
+MEASURES = PROBES | {
+    "knn_whitened_mean": "k-NN, mean token whitened",
+    "knn_whitened_class": "k-NN, class token whitened",
+}
+EVALUATION = EvalPlan(TRAIN, TEST, fitted=10_000, tested=5000, whitened=True)
+
+
+def photographs(
+    alpha_min: float, *, algorithm: Algorithm = "muon", lr: float, samples: int = SAMPLES, checkpoints: int = 0
+) -> Config:
+    config = mae(alpha_min, samples=samples, lr=lr, checkpoints=checkpoints)
+    return replace(config, optim=replace(config.optim, algorithm=algorithm))
+
+
+# ---- the search for the rates
+
+# What is best for a short run need not be for a long one.
+MUON_RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
+RATES: Rates = {
+    ("muon", 1.0, SAMPLES): MUON_RATES,
+    ("muon", 0.6, SAMPLES): MUON_RATES,
+    ("adamw", 1.0, SAMPLES): (5e-4, 1e-3, 2e-3, 4e-3, 8e-3),
+    ("muon", 1.0, LONG[0]): MUON_RATES,
+    ("muon", 0.6, LONG[0]): MUON_RATES,
+}
+
+
+def rate_name(algorithm: Algorithm, alpha: float, samples: int, lr: float) -> str:
+    """Those of the first length have no length in their name."""
+    length = "" if samples == SAMPLES else f"{samples // 1000}k-"
+    return f"{algorithm}-{length}lr{lr:g}-alpha{alpha:g}"
+
+
+def rate_variants() -> dict[str, Variant]:
+    return {
+        rate_name(algorithm, alpha, samples, lr): Variant(
+            photographs(alpha, algorithm=algorithm, lr=lr, samples=samples), EvalPlan()
+        )
+        for (algorithm, alpha, samples), rates in RATES.items()
+        for lr in rates
+    }
+
+
+SEARCH = rate_search(
+    "natural-search",
+    "Photographs: peak rates by held-out loss",
+    RATES,
+    group="natural-rates",
+    variant=rate_name,
+    baseline=rate_name("muon", 1.0, SAMPLES, 8e-3),
+)
+
+
+# ---- the claim, and the same over length
+
+# (algorithm, samples) -> peak rate, with Muon that of both alphas. Two are not searched yet: AdamW's, which is that of
+# drawings, and that of the longest runs, which goes on as from the first length to the second.
+BEST: dict[tuple[Algorithm, int], float] = {
+    ("muon", SAMPLES): 8e-3,
+    ("adamw", SAMPLES): 2e-3,
+    ("muon", LONG[0]): 4e-3,
+    ("muon", LONG[1]): 2e-3,
+}
+ALPHAS = (1.0, 0.9, 0.8, 0.6)
+# alpha -> rates after the longest training, where a lead of decay may be the rate's
+LONGEST_RATES = {1.0: (1e-3, 2e-3, 4e-3), 0.6: (2e-3, 4e-3)}
+
+
+def name_of(algorithm: Algorithm, alpha: float, samples: int = SAMPLES) -> str:
+    return f"{algorithm}-{samples // 1000}k-alpha{alpha:g}"
+
+
+def longest_name(alpha: float, lr: float) -> str:
+    """Those of the usual rate have no rate in their name."""
+    return name_of("muon", alpha, LONG[1]) if lr == BEST["muon", LONG[1]] else rate_name("muon", alpha, LONG[1], lr)
+
+
+def natural_variants() -> dict[str, Variant]:
+    arms: list[tuple[Algorithm, float, int]] = [
+        *(("muon", alpha, SAMPLES) for alpha in ALPHAS),
+        ("adamw", 1.0, SAMPLES),
+        *(("muon", alpha, samples) for samples in LONG for alpha in (1.0, 0.6)),
+    ]
+    return {
+        name_of(algorithm, alpha, samples): Variant(
+            photographs(alpha, algorithm=algorithm, lr=BEST[algorithm, samples], samples=samples), EVALUATION
+        )
+        for algorithm, alpha, samples in arms
+    } | {
+        longest_name(alpha, lr): Variant(photographs(alpha, lr=lr, samples=LONG[1]), EVALUATION)
+        for alpha, rates in LONGEST_RATES.items()
+        for lr in rates
+    }
+
+
+NATURAL = Grid(
+    name="natural",
+    title="Photographs: probe and k-NN at the best rate of each arm",
+    claim="With decay and skips the frozen features of a masked autoencoder are far better than without "
+    "(ImageNet-1K: linear probe 72.7 against 67.8 %, k-NN 63.9 against 27.4 %).",
+    group="natural",
+    rows=[
+        *(Row(f"Muon, alpha_min {alpha:g}", name_of("muon", alpha)) for alpha in ALPHAS),
+        Row("AdamW, alpha_min 1", name_of("adamw", 1.0)),
+    ],
+    metrics=MEASURES,
+    baseline=name_of("muon", 1.0),
+    kind="early",
+    first_seed=FIRST_FRESH_SEED,
+    panels=KNN_PANELS | {"layers.mean.knn_whitened": "k-NN, mean token whitened (%)"},
+)
+
+LENGTH = Grid(
+    name="natural-length",
+    title="Photographs: the lead of decayed shortcuts over the length of training",
+    claim="",
+    group="natural",
+    rows=[
+        Row(f"Muon, alpha_min 0.6, {samples:,} samples", name_of("muon", 0.6, samples)) for samples in (SAMPLES, *LONG)
+    ],
+    metrics={key: MEASURES[key] for key in ("probe_mean", "probe_class", "knn_mean", "knn_whitened_mean")},
+    baseline=name_of("muon", 1.0),
+    kind="lengths",
+    baselines=[name_of("muon", 1.0, samples) for samples in LONG],
+    others=("natural-probe", "natural-whitened"),
+    first_seed=FIRST_FRESH_SEED,
+)
+
+LONGEST = Grid(
+    name="natural-longest",
+    title="Photographs: is the lead after 2,048,000 samples the rate's?",
+    claim="",
+    group="natural",
+    rows=[
+        Row(f"Muon, alpha_min {alpha:g}, peak rate {lr:g}", longest_name(alpha, lr))
+        for alpha, rates in LONGEST_RATES.items()
+        for lr in rates
+    ],
+    metrics={key: words for key, words in MEASURES.items() if key != "entropy"},
+    baseline=name_of("muon", 1.0, LONG[1]),
+    kind="table",
+    first_seed=FIRST_FRESH_SEED,
+)
+
+# Seeds 10 and 11 suggest one lead of decayed shortcuts among six measures: the linear probe of the class token after
+# 512,000 samples. Named before these seeds were run.
+
+
+def pair_variants(samples: int) -> dict[str, Variant]:
+    return {name: natural_variants()[name] for name in (name_of("muon", alpha, samples) for alpha in (1.0, 0.6))}
+
+
+PROBE = replace(
+    NATURAL,
+    name="natural-probe",
+    title="Photographs: the class token's probe after 512,000 samples, on fresh seeds",
+    group="natural-probe",
+    rows=[Row(f"Muon, alpha_min {alpha:g}", name_of("muon", alpha, LONG[0])) for alpha in (1.0, 0.6)],
+    baseline=name_of("muon", 1.0, LONG[0]),
+    first_seed=20,
+)
+
+# The eight pairs at this length suggest another, that of drawings: k-NN of the whitened mean token. The first pair of
+# the longest runs, seed 10, has it ahead by three points. Named before seeds from 30 on were run.
+WHITENED = replace(
+    NATURAL,
+    name="natural-whitened",
+    title="Photographs: k-NN of the whitened mean token after 2,048,000 samples, on fresh seeds",
+    group="natural-whitened",
+    rows=[Row(f"Muon, alpha_min {alpha:g}", name_of("muon", alpha, LONG[1])) for alpha in (1.0, 0.6)],
+    baseline=name_of("muon", 1.0, LONG[1]),
+    first_seed=30,
+)
+
+# ---- a folder of photographs, as `pretrain` trains it
+
+FOLDER, FOLDER_SAMPLES = "imagenette/train", 16_640  # twenty epochs
+FOLDER_RATES: dict[Algorithm, tuple[float, ...]] = {
+    "adamw": (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3),
+    "muon": (1e-3, 2e-3, 4e-3, 8e-3, 16e-3),
+}
+
+
+def folder_variants() -> dict[str, Variant]:
+    """1,000 photographs by the rules of `pretrain`: 64 pixels in patches of 8, depth 8, batch 64, plain shortcuts."""
+    found = {}
+    for algorithm, rates in FOLDER_RATES.items():
+        for lr in rates:
+            config = pretrain_config(FOLDER, size=1000, side=160, accelerators=0, algorithm=algorithm, lr=lr)
+            config = replace(
+                config,
+                data=replace(config.data, holdout=128, workers=0),
+                optim=replace(config.optim, epochs=None, samples=FOLDER_SAMPLES),
+                threads=1,
+                devices=1,
+            )
+            found[f"{algorithm}-lr{lr:g}"] = Variant(config, EvalPlan())
+    return found
+
+
+FOLDER_SEARCH = Grid(
+    name="folder-search",
+    title="A folder of 1,000 photographs: peak rates by held-out loss",
+    claim="",
+    group="folder-rates",
+    rows=[
+        Row(f"{WORDS[algorithm]}, {FOLDER_SAMPLES:,} samples, peak rate {lr:g}", f"{algorithm}-lr{lr:g}")
+        for algorithm, rates in FOLDER_RATES.items()
+        for lr in rates
+    ],
+    metrics={"training.-1.held_out_loss": "held-out loss"},
+    baseline="adamw-lr0.0005",
+    kind="losses",
+)
+
+GROUPS: dict[str, Callable[[], dict[str, Variant]]] = {
+    "natural": natural_variants,
+    "natural-probe": partial(pair_variants, LONG[0]),
+    "natural-whitened": partial(pair_variants, LONG[1]),
+    "natural-rates": rate_variants,
+    "folder-rates": folder_variants,
+}
+GRIDS = {grid.name: grid for grid in (NATURAL, PROBE, WHITENED, LENGTH, LONGEST, SEARCH, FOLDER_SEARCH)}

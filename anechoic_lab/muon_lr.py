@@ -1,0 +1,64 @@
+"""Muon's settings by held-out loss: how its best rate goes with width and batch.
+
+Short trainings of residual autoencoders on photographs, with the seed of the other searches; no label is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from anechoic.config import Config
+from anechoic_lab.grids import Grid, Row, Variant
+from anechoic_lab.pocket import mae
+from anechoic.sweeps.trial import EvalPlan
+
+SAMPLES = 32_000
+RATES = (2e-3, 4e-3, 8e-3, 16e-3, 32e-3)
+USUAL = 8e-3
+
+# name -> (in words, settings of the autoencoder)
+SIZES: dict[str, tuple[str, dict[str, Any]]] = {
+    "base": ("width 96, batch 128", {}),
+    "width48": ("width 48, batch 128", {"dim": 48}),
+    "width192": ("width 192, batch 128", {"dim": 192}),
+    "batch32": ("width 96, batch 32", {"batch": 32}),
+    "batch512": ("width 96, batch 512", {"batch": 512}),
+}
+
+
+def autoencoder(lr: float, **settings: Any) -> Config:
+    config = mae(1.0, samples=SAMPLES, lr=lr, **settings)
+    return replace(config, optim=replace(config.optim, algorithm="muon"))
+
+
+def rate_name(name: str, lr: float) -> str:
+    return f"{name}-lr{lr:g}"
+
+
+def variants() -> dict[str, Variant]:
+    return {
+        rate_name(name, lr): Variant(autoencoder(lr, **settings), EvalPlan())
+        for name, (_, settings) in SIZES.items()
+        for lr in RATES
+    }
+
+
+def label(words: str, lr: float) -> str:
+    return f"{words}, {SAMPLES:,} samples, peak rate {lr:g}"
+
+
+RATE_GRID = Grid(
+    name="muon-rates",
+    title="Muon's best rate over width and batch, by held-out loss",
+    claim="",
+    group="muon-settings",
+    rows=[Row(label(words, lr), rate_name(name, lr)) for name, (words, _) in SIZES.items() for lr in RATES],
+    metrics={"training.-1.held_out_loss": "held-out loss"},
+    baseline=rate_name("base", USUAL),
+    kind="losses",
+)
+
+GROUPS: dict[str, Callable[[], dict[str, Variant]]] = {"muon-settings": variants}
+GRIDS = {RATE_GRID.name: RATE_GRID}

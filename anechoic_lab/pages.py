@@ -1,0 +1,296 @@
+"""Pages from records: a Markdown file and pictures for every grid, the same bytes whenever the records are the same.
+
+Numbers come from statistics.py, tables from tables.py, pictures from anechoic.pages.figures; nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from anechoic.eval.metrics.analysis import pearson
+from anechoic_lab.grids import Grid
+from anechoic_lab.map_pages import anatomy_body, axes_body, length_body, lengths_body
+from anechoic_lab.pocket import SHOWN
+from anechoic_lab.statistics import Estimate, Records, dig, estimate, over_time, verdict
+from anechoic_lab.markdown_tables import agreement, difference_table, line, measured_table, signed
+from anechoic.pages import figures
+
+
+def write_page(grid: Grid, results: Path, out: Path, *, command: str) -> Path:
+    """docs page of one grid: claim, table, what follows, picture, and where the numbers come from."""
+    records = records_of(grid, results)
+    out.mkdir(parents=True, exist_ok=True)
+    parts = [f"# {grid.title}", ""]
+    if grid.claim:
+        parts += [f"The paper's claim: {grid.claim}", ""]
+    parts += [*BODIES[grid.kind](grid, records, out), "", *provenance(grid, records, command)]
+    path = out / f"{grid.name}.md"
+    path.write_text("\n".join(parts).rstrip() + "\n")
+    return path
+
+
+def records_of(grid: Grid, results: Path) -> Records:
+    return Records(*(results / group for group in (grid.group, *grid.others)))
+
+
+def has_records(grid: Grid, results: Path) -> bool:
+    records = records_of(grid, results)
+    return any(records.count(name) for name in grid.needed())
+
+
+def write_index(grids: Sequence[Grid], results: Path, out: Path, *, tally: bool = False) -> Path:
+    """The list of all pages with how much of each has been run; tally: there is a page of all pairs too."""
+    lines = ["# Evidence", "", INTRODUCTION, "", "| page | trials with a record | processor time |", "|---|---|---|"]
+    for grid in grids:
+        records = records_of(grid, results)
+        shown = grid.needed()
+        count = sum(records.count(name) for name in shown)
+        seconds = sum(
+            record["processor_seconds"] for name in shown for record in records.by_variant.get(name, {}).values()
+        )
+        lines.append(f"| [{grid.title}]({grid.name}.md) | {count} | {seconds / 60:.0f} min |")
+    if tally:
+        lines += ["", "[The search for a setting that profits](tally.md) has every pair of the map in one table."]
+    path = out / "README.md"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+INTRODUCTION = (
+    "Every page here is written by `anechoic reproduce all --report docs/evidence` from the records in "
+    "`results/evidence`, one JSON file for each trained and evaluated network with its config, seed, commit, machine "
+    "and times. `anechoic reproduce NAME` runs what is missing; `anechoic reproduce --verify FILE` repeats one record. "
+    "Accuracies are per cent; ± is the half-width of a 95 % interval (Student's t over seeds); differences are formed "
+    "seed by seed. What the protocol is, and why it is so small, is said in [the protocol](../protocol.md)."
+)
+
+
+# ---- the usual table
+
+
+def table_body(grid: Grid, records: Records, out: Path) -> list[str]:
+    lines = [*measured_table(grid, records), "", *difference_table(grid, records), ""]
+    lines += [f"- {sentence}" for sentence in agreement(grid, records)]
+    keys = list(grid.metrics)[:4]
+    curves = {
+        grid.metrics[key]: {"here": [records.mean(row.variant, key).at(row.label) for row in grid.rows]} for key in keys
+    }
+    figures.draw_estimates(curves, out / grid.name)
+    return [*lines, "", f"![{grid.title}]({grid.name}.png)"]
+
+
+# ---- over training, over depth
+
+
+def dynamics_body(grid: Grid, records: Records, out: Path) -> list[str]:
+    """Rank and accuracy at the kept checkpoints, and how they go together across alpha_min."""
+    ranks, accuracies = (
+        {row.label: over_time(records, row.variant, key) for row in grid.rows} for key in ("entropy_mean", "knn_mean")
+    )
+    curves = {
+        title: {label: [e.at(float(seen)) for seen, e in points.items()] for label, points in lines}
+        for title, lines in (
+            ("rank (entropy), mean token", ranks.items()),
+            ("k-NN, mean token (%)", accuracies.items()),
+        )
+    }
+    figures.draw_estimates(curves, out / grid.name, xlabel="samples seen")
+    lines = [line(["samples seen", *(row.label for row in grid.rows), "r (rank, k-NN)"])]
+    lines.append(line(["---"] * (len(grid.rows) + 2)))
+    for seen in sorted({seen for points in ranks.values() for seen in points}):
+        pairs = {label: (ranks[label][seen], accuracies[label][seen]) for label in ranks if seen in ranks[label]}
+        cells = [
+            f"{pairs[row.label][0]}; {pairs[row.label][1].mean:.2f}" if row.label in pairs else "not run"
+            for row in grid.rows
+        ]
+        lines.append(line([f"{seen:,}", *cells, correlation([(a.mean, b.mean) for a, b in pairs.values()])]))
+    note = (
+        "Each entry: effective rank (entropy, row-centred) with its interval; k-NN accuracy. r: Pearson's, across rows."
+    )
+    return [
+        *lines,
+        "",
+        note,
+        "",
+        *measured_table(grid, records),
+        "",
+        *difference_table(grid, records),
+        "",
+        f"![{grid.title}]({grid.name}.png)",
+    ]
+
+
+def correlation(pairs: Sequence[tuple[float, float]]) -> str:
+    """Pearson's coefficient with its interval; two points always lie on a line, so they say nothing."""
+    if len(pairs) < 3:
+        return "too few rows"
+    found = pearson([x for x, _ in pairs], [y for _, y in pairs])
+    low, high = (f"{x:.2f}" if not math.isnan(x) else "?" for x in (found.low, found.high))
+    return f"{found.r:+.2f} ({low} to {high})"
+
+
+def layers_body(grid: Grid, records: Records, out: Path) -> list[str]:
+    """Rank over depth, a panel for each depth."""
+    curves: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
+    for row in grid.rows:
+        panel, _, name = row.label.partition(", ")
+        values = records.curve(row.variant, "layers.mean.entropy")
+        curves.setdefault(panel, {})[name] = [e.at(float(i)) for i, e in enumerate(values)]
+    figures.draw_estimates(curves, out / grid.name, xlabel="block", ylabel="rank (entropy)")
+    lines = [*measured_table(grid, records), ""]
+    lines += [
+        line(["at equal depth, against alpha_min 1", *grid.metrics.values()]),
+        line(["---"] * (len(grid.metrics) + 1)),
+    ]
+    for row in grid.rows:
+        base = row.variant.split("-")[0] + "-alpha1"
+        if row.variant != base:
+            cells = [
+                f"{signed(found)}, {verdict(found, None)}" if found.n else "not run"
+                for found in (records.difference(row.variant, base, key) for key in grid.metrics)
+            ]
+            lines.append(line([row.label, *cells]))
+    return [*lines, "", f"![{grid.title}]({grid.name}.png)"]
+
+
+def blocks_body(grid: Grid, records: Records, out: Path) -> list[str]:
+    """Accuracy after every block, and what each row is ahead of the baseline at the same block."""
+    panels = grid.panels
+    curves = {
+        title: {row.label: [e.at(float(i)) for i, e in enumerate(records.curve(row.variant, key))] for row in grid.rows}
+        for key, title in panels.items()
+    }
+    figures.draw_estimates(curves, out / grid.name, xlabel="block (0: embedding)")
+    depth = max(1, *(len(points) for lines in curves.values() for points in lines.values()))
+    lines = []
+    for key, title in panels.items():
+        lines += [line([f"{title}, after block", *map(str, range(depth))]), line(["---"] * (depth + 1))]
+        for row in grid.rows:
+            cells = [str(e) for e in records.curve(row.variant, key)] or ["not run"] * depth
+            lines.append(line([row.label, *cells]))
+            if row.variant != grid.baseline:
+                gaps = [records.difference(row.variant, grid.baseline, f"{key}.{i}") for i in range(depth)]
+                lines.append(line(["its lead at the same block", *(f"{signed(e)}" if e.n else "" for e in gaps)]))
+        lines.append("")
+    return [*lines, f"![{grid.title}]({grid.name}.png)"]
+
+
+def early_body(grid: Grid, records: Records, out: Path) -> list[str]:
+    """The layer that was chosen beforehand, then all of them."""
+    return [
+        *measured_table(grid, records),
+        "",
+        *difference_table(grid, records),
+        "",
+        *blocks_body(grid, records, out),
+    ]
+
+
+def losses_body(grid: Grid, records: Records, out: Path) -> list[str]:
+    """Numbers whose third decimal matters, over the rate that ends each label; the smallest of each series is bold."""
+    key, title = next(iter(grid.metrics.items()))
+    series: dict[str, list[tuple[str, float, Estimate]]] = {}
+    for row in grid.rows:
+        name, _, rate = row.label.rpartition(", peak rate ")
+        series.setdefault(name, []).append((row.label, float(rate), records.mean(row.variant, key)))
+    lines = [line(["", title, "seeds"]), line(["---"] * 3)]
+    for points in series.values():
+        least = min((found.mean for _, _, found in points if found.n), default=math.nan)
+        for label, _, found in points:
+            shown = f"{found.mean:.4f}" if found.n else "not run"
+            lines.append(line([label, f"**{shown}**" if found.mean == least else shown, str(found.n)]))
+    arms, lengths = (list(dict.fromkeys(name.rpartition(", ")[i] for name in series)) for i in (0, 2))
+    # Every panel has every arm, if need be without points, so that an arm looks the same in all.
+    curves = {
+        f"{title}, {length}": {
+            arm: [y.at(math.log2(x)) for _, x, y in series.get(f"{arm}, {length}", []) if y.n] for arm in arms
+        }
+        for length in lengths
+    }
+    figures.draw_estimates(curves, out / grid.name, xlabel="peak rate, as a power of two")
+    return [*lines, "", f"![{grid.title}]({grid.name}.png)"]
+
+
+def norms_body(grid: Grid, records: Records, out: Path) -> list[str]:
+    """The norm of the last block's tokens over training, with and without zero-initialised branches."""
+    curves: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
+    for row in grid.rows:
+        panel, _, name = row.label.partition(", ")
+        tables = [metrics["training"] for metrics in records.metrics(row.variant).values()]
+        points = []
+        for looks in zip(*tables, strict=False):
+            mean = estimate(look["token_norm"][-1] for look in looks)
+            points.append(mean.at(float(looks[0]["seen"])))
+        curves.setdefault(panel, {})[name] = points
+    figures.draw_estimates(curves, out / grid.name, xlabel="samples seen", ylabel="token norm, last block")
+    return [
+        *measured_table(grid, records),
+        "",
+        *difference_table(grid, records),
+        "",
+        f"![{grid.title}]({grid.name}.png)",
+    ]
+
+
+# ---- pictures
+
+
+def pictures_body(grid: Grid, records: Records, out: Path) -> list[str]:
+    """The first seed's pictures, as the record keeps them."""
+    lines = [*measured_table(grid, records), ""]
+    for row in grid.rows:
+        kept = {seed: metrics for seed, metrics in records.metrics(row.variant).items() if "pictures" in metrics}
+        for seed, metrics in sorted(kept.items())[:1]:
+            path = draw_kept(metrics["pictures"], SHOWN[grid.name], out / f"{grid.name}-{row.variant}", row.label)
+            lines += [f"![{row.label}, seed {seed}]({path.name})", ""]
+    return lines
+
+
+def draw_kept(pictures: dict, kind: str, path: Path, title: str) -> Path:
+    from anechoic.sweeps.evaluation import unpacked
+
+    kept = pictures[kind]
+    if kind == "map":
+        points, labels = np.array(kept["points"]), np.array(kept["labels"])
+        return figures.draw_tsne(points, labels, path, names=kept["names"], title=title)[0]
+    arrays = {name: unpacked(value) for name, value in kept.items()}
+    if kind == "colours":
+        return figures.draw_maps(arrays["images"], arrays["colours"], path, title=title)[0]
+    hidden = arrays["hidden"] > 0.5
+    return figures.draw_reconstructions(arrays["images"], hidden, arrays["predictions"], path, title=title)[0]
+
+
+BODIES = {
+    "table": table_body,
+    "dynamics": dynamics_body,
+    "layers": layers_body,
+    "norms": norms_body,
+    "blocks": blocks_body,
+    "losses": losses_body,
+    "early": early_body,
+    "length": length_body,
+    "axes": axes_body,
+    "lengths": lengths_body,
+    "anatomy": anatomy_body,
+    "pictures": pictures_body,
+}
+
+
+def provenance(grid: Grid, records: Records, command: str) -> list[str]:
+    shown = [r for name in grid.needed() for r in records.by_variant.get(name, {}).values()]
+    if not shown:
+        return [f"No trial of this page has a record yet. Run `{command}`."]
+    minutes = sum(record["processor_seconds"] for record in shown) / 60
+    commits = ", ".join(sorted({(record["commit"] or "?")[:12] for record in shown}))
+    machines = "; ".join(sorted({f"{r['machine']['processor']}, torch {r['machine']['torch']}" for r in shown}))
+    samples = sorted({dig(record, "config.optim.samples") for record in shown})
+    length = " and ".join(f"{count:,}" for count in samples)
+    folders = ", ".join(f"`results/evidence/{group}`" for group in (grid.group, *grid.others))
+    return [
+        f"{len(shown)} records in {folders}, {length} samples each, {minutes:.0f} processor "
+        f"minutes in all, evaluation included; commit {commits}; {machines}. `{command}` runs what is missing."
+    ]

@@ -1,0 +1,172 @@
+"""From records to statements: means over seeds with 95 % intervals, paired differences, and whether signs agree.
+
+Intervals are Student's t over seeds; a difference is formed seed by seed, because both sides share the seed's data
+order, crops and masks. Fewer than two seeds have no interval. Nothing here draws or writes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from anechoic.pages.estimates import Estimate, estimate
+
+
+class Records:
+    """The records of one group, or of several of the same variants, by variant and seed.
+
+    The same trial in two groups counts once, as the first has it.
+    """
+
+    def __init__(self, *folders: Path) -> None:
+        self.by_variant: dict[str, dict[int, dict[str, Any]]] = {}
+        for path in (path for folder in folders for path in sorted(folder.glob("*.json"))):
+            record = json.loads(path.read_text())
+            self.by_variant.setdefault(record["variant"], {}).setdefault(record["seed"], record)
+
+    def metrics(self, variant: str) -> dict[int, dict[str, Any]]:
+        """seed -> metrics of the runs that did not diverge"""
+        return {
+            seed: record["metrics"]
+            for seed, record in self.by_variant.get(variant, {}).items()
+            if not record["metrics"]["diverged"]
+        }
+
+    def diverged(self, variant: str) -> int:
+        return sum(record["metrics"]["diverged"] for record in self.by_variant.get(variant, {}).values())
+
+    def count(self, variant: str) -> int:
+        return len(self.by_variant.get(variant, {}))
+
+    def values(self, variant: str, key: str) -> dict[int, float]:
+        """seed -> the number at `key`, whose parts are separated by dots and may index lists ("layers.mean.knn.-1")."""
+        found = {seed: dig(metrics, key) for seed, metrics in self.metrics(variant).items()}
+        return {seed: value for seed, value in found.items() if value is not None}
+
+    def mean(self, variant: str, key: str) -> Estimate:
+        return estimate(self.values(variant, key).values())
+
+    def differences(self, variant: str, baseline: str, key: str) -> list[float]:
+        """Variant minus baseline, for every seed that both have."""
+        ours, base = self.values(variant, key), self.values(baseline, key)
+        return [ours[seed] - base[seed] for seed in sorted(ours.keys() & base.keys())]
+
+    def difference(self, variant: str, baseline: str, key: str) -> Estimate:
+        return estimate(self.differences(variant, baseline, key))
+
+    def curve(self, variant: str, key: str) -> list[Estimate]:
+        """One estimate per entry of a list of numbers."""
+        lists = [dig(metrics, key) for metrics in self.metrics(variant).values()]
+        return [estimate(values) for values in zip(*[x for x in lists if x is not None], strict=False)]
+
+
+def dig(value: Any, key: str) -> Any:
+    """The part of nested JSON at a dotted path; None where there is none."""
+    for part in key.split("."):
+        if isinstance(value, Mapping):
+            value = value.get(part)
+        elif isinstance(value, list) and -len(value) <= int(part) < len(value):
+            value = value[int(part)]
+        else:
+            return None
+    return value
+
+
+# ---- over training
+
+
+def over_time(records: Records, variant: str, key: str) -> dict[int, Estimate]:
+    """samples seen -> estimate, at every checkpoint that all seeds have"""
+    tables = [
+        {row["seen"]: dig(row, key) for row in metrics["over_time"]}
+        for metrics in records.metrics(variant).values()
+        if "over_time" in metrics
+    ]
+    common = sorted(set.intersection(*map(set, tables))) if tables else []
+    return {seen: estimate(table[seen] for table in tables) for seen in common}
+
+
+def paired_over_time(
+    records: Records, ours: str, base: str, key: str
+) -> tuple[list[int], list[list[float]], list[int]]:
+    """(seeds, a list of differences per seed, samples seen) at the checkpoints that all runs have."""
+    a, b = records.metrics(ours), records.metrics(base)
+    seeds = sorted(seed for seed in a.keys() & b.keys() if "over_time" in a[seed] and "over_time" in b[seed])
+    tables = {
+        seed: [{row["seen"]: row[key] for row in metrics[seed]["over_time"]} for metrics in (a, b)] for seed in seeds
+    }
+    common = [set(part) for pair in tables.values() for part in pair]
+    seen = sorted(set.intersection(*common)) if common else []
+    return seeds, [[tables[seed][0][x] - tables[seed][1][x] for x in seen] for seed in seeds], seen
+
+
+# ---- agreement with the paper
+
+
+def verdict(ours: Estimate, paper: float | None) -> str:
+    """Whether a difference has the sign the paper found; undecided where the interval contains 0."""
+    if ours.n == 0:
+        return "not run"
+    if ours.half is None:
+        return "one seed"
+    if paper is None or paper == 0:
+        return {1: "higher", -1: "lower", 0: "undecided"}[ours.sign]
+    if ours.sign == 0:
+        return "undecided"
+    return "agrees" if ours.sign == math.copysign(1, paper) else "opposite"
+
+
+def order_agreement(ours: Sequence[float], paper: Sequence[float]) -> float | None:
+    """Kendall's tau of two rankings, from -1 (reversed) to 1 (the same); None for fewer than three or for ties only."""
+    if len(ours) < 3:
+        return None
+    from scipy.stats import kendalltau
+
+    tau = float(kendalltau(ours, paper).statistic)
+    return None if math.isnan(tau) else tau
+
+
+# ---- the crossover
+
+
+def crossover(lengths: Sequence[float], differences: Sequence[float]) -> float | None:
+    """Where a difference first goes from negative to positive, interpolated over log length; None if it never does."""
+    for (x0, d0), (x1, d1) in zip(
+        zip(lengths, differences, strict=True), zip(lengths[1:], differences[1:], strict=True), strict=False
+    ):
+        if d0 < 0 <= d1:
+            share = -d0 / (d1 - d0)
+            return float(math.exp(math.log(x0) + share * (math.log(x1) - math.log(x0))))
+    return None
+
+
+@dataclass(frozen=True)
+class Onset:
+    """A straight line through (log2 length, difference): where it reaches 0, and the range 95 % of resamples allow."""
+
+    slope: float
+    at: float | None
+    low: float | None
+    high: float | None
+
+
+def extrapolate(lengths: Sequence[float], per_seed: Sequence[Sequence[float]], *, resamples: int = 2000) -> Onset:
+    """per_seed: one list of differences per seed, along `lengths`. Seeds are resampled with replacement."""
+    x = np.log2(np.asarray(lengths, dtype=float))
+    table = np.asarray(per_seed, dtype=float)
+
+    def line(values: np.ndarray) -> tuple[float, float]:
+        slope, start = np.polyfit(x, values.mean(axis=0), 1)
+        return float(slope), float(-start / slope) if slope > 0 else math.inf
+
+    slope, root = line(table)
+    rng = np.random.default_rng(0)
+    roots = np.sort([line(table[rng.integers(0, len(table), len(table))])[1] for _ in range(resamples)])
+    low, high = roots[int(0.025 * resamples)], roots[int(0.975 * resamples) - 1]
+    return Onset(slope, *(2.0**value if value < 60 else None for value in (root, low, high)))

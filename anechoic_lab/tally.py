@@ -1,0 +1,143 @@
+"""The search for a setting in which decayed shortcuts pay: every pair that was run in one table, and what it cost.
+
+Numbers come from statistics.py, as on the other pages; a line here repeats what its own page shows in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from anechoic_lab.grids import Grid
+from anechoic_lab.map_pages import baseline_of
+from anechoic_lab.statistics import Estimate, Records
+from anechoic_lab.markdown_tables import line, signed
+from anechoic.pages.estimates import ENOUGH
+
+SEARCHED = ("table2", "table3b", "long-blocks", "early", "search", "axes", "remedies")
+MEASURES = {
+    "knn_mean": "k-NN, mean",
+    "knn_class": "k-NN, class",
+    "probe_mean": "probe, mean",
+    "probe_class": "probe, class",
+}
+# Rows of these grids that change something else than the decay of shortcuts.
+OTHERS = ("branch", "both")
+
+
+class Pair(NamedTuple):
+    """A decayed variant beside its residual baseline."""
+
+    grid: Grid
+    label: str
+    records: Records
+    decayed: str
+    residual: str
+
+    def lead(self, key: str) -> Estimate:
+        return self.records.difference(self.decayed, self.residual, key)
+
+    def leads_by_block(self) -> list[Estimate]:
+        """k-NN of the mean token behind every block, the first to the last."""
+        depth = len(self.records.curve(self.decayed, "layers.mean.knn"))
+        return [self.lead(f"layers.mean.knn.{block}") for block in range(1, depth)]
+
+    def minutes(self) -> float:
+        seconds = [
+            record["processor_seconds"]
+            for variant in (self.decayed, self.residual)
+            for record in self.records.by_variant[variant].values()
+        ]
+        return sum(seconds) / 60
+
+
+def pairs(grids: Sequence[Grid], results: Path) -> Iterator[Pair]:
+    """Every pair that has a record on both sides, once."""
+    seen = set()
+    for grid in (grid for grid in grids if grid.name in SEARCHED):
+        records = Records(results / grid.group)
+        for row in grid.rows:
+            residual = baseline_of(row) if grid.kind == "axes" else grid.baseline
+            if f"residual-{row.variant}" in grid.needed():
+                residual = f"residual-{row.variant}"
+            if row.variant in (*OTHERS, residual) or row.variant.startswith("residual-"):
+                continue
+            if (grid.group, row.variant) in seen:
+                continue
+            pair = Pair(grid, row.label, records, row.variant, residual)
+            if pair.lead("knn_mean").n:
+                seen.add((grid.group, row.variant))
+                yield pair
+
+
+def write_tally(grids: Sequence[Grid], results: Path, out: Path) -> Path:
+    found = list(pairs(grids, results))
+    titles = [
+        "decayed minus residual",
+        "page",
+        "seeds",
+        *MEASURES.values(),
+        "furthest ahead, k-NN of the mean",
+        "minutes",
+    ]
+    lines = [
+        "# The search for a setting that profits",
+        "",
+        "Every masked autoencoder of the map with skips and decayed shortcuts, beside its residual baseline: "
+        "the same skips, budget, data and seed. Points of accuracy of the last block, then the block behind which the "
+        "decayed network is furthest ahead. ± is half of a 95 % interval over seeds; a line with one seed has none. "
+        "Minutes are those of both sides on one core.",
+        "",
+        line(titles),
+        line(["---"] * len(titles)),
+    ]
+    wins, compared = [], 0
+    for pair in found:
+        leads = {key: pair.lead(key) for key in MEASURES}
+        blocks = pair.leads_by_block()
+        best = max(range(len(blocks)), key=lambda i: blocks[i].mean)
+        lines.append(
+            line(
+                [
+                    pair.label,
+                    f"[{pair.grid.name}]({pair.grid.name}.md)",
+                    str(leads["knn_mean"].n),
+                    *(signed(lead) for lead in leads.values()),
+                    f"block {best + 1} of {len(blocks)}: {signed(blocks[best])}",
+                    f"{pair.minutes():.0f}",
+                ]
+            )
+        )
+        named = {title: leads[key] for key, title in MEASURES.items()}
+        named |= {f"k-NN, mean, behind block {i + 1} of {len(blocks)}": lead for i, lead in enumerate(blocks[:-1])}
+        compared += sum(lead.n >= ENOUGH for lead in named.values())
+        wins += [
+            f"{pair.label}, {title} ([{pair.grid.name}]({pair.grid.name}.md)): {signed(lead)}, {lead.n} seeds"
+            for title, lead in named.items()
+            if lead.n >= ENOUGH and lead.sign > 0
+        ]
+    lines += ["", f"Ahead by more than the interval, of {compared} comparisons with {ENOUGH} seeds or more:", ""]
+    lines += [f"- {win}" for win in wins] or ["- none"]
+    lines += [
+        "",
+        f"Of {compared} comparisons without any effect about {0.025 * compared:.0f} would look like a lead by chance.",
+        "",
+        f"The whole search so far: {spent(found)} Where the gap of the last block would close if it went on as in the "
+        "long runs is on [the page of training length](length.md).",
+    ]
+    path = out / "tally.md"
+    out.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def spent(found: Sequence[Pair]) -> str:
+    """Records and processor hours of all pairs; a residual baseline of several counts once."""
+    seconds = {
+        (pair.grid.group, variant, seed): record["processor_seconds"]
+        for pair in found
+        for variant in (pair.decayed, pair.residual)
+        for seed, record in pair.records.by_variant[variant].items()
+    }
+    return f"{len(seconds)} networks trained and evaluated, {sum(seconds.values()) / 3600:.1f} hours of one core."
