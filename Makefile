@@ -60,18 +60,18 @@ quick: lint
 quick-tests: install
 	$(PYTEST) -m "not slow"
 
-# Damaged and hostile files through every door, each in a process of its own. What fails is kept in tests/corpus.
+# Damaged and hostile files through every door, each in a process of its own. What fails is kept in tests/fuzz/corpus.
 FUZZ_INPUTS ?= 5000
 FUZZ_SEED ?= 1
 fuzz: install
-	$(BIN)/python tests/fuzzing.py --inputs $(FUZZ_INPUTS) --seed $(FUZZ_SEED)
+	$(BIN)/python tests/fuzz/fuzz.py --inputs $(FUZZ_INPUTS) --seed $(FUZZ_SEED)
 
 # Faults of every kind in real trainings, which must end as if nothing had happened. The seed is printed.
 CRASH_FAULTS ?= 200
 CRASH_TRAININGS ?= 35
 CRASH_SEED ?= 1
 crash-test: install
-	OMP_NUM_THREADS=1 $(BIN)/python tests/crashing.py --faults $(CRASH_FAULTS) --trainings $(CRASH_TRAININGS) --seed $(CRASH_SEED)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/crash/crash_test.py --faults $(CRASH_FAULTS) --trainings $(CRASH_TRAININGS) --seed $(CRASH_SEED)
 
 demo: $(VENV)/core
 	$(BIN)/anechoic demo

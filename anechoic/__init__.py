@@ -22,12 +22,12 @@ _HOME = {
     "decay": "surgery",
     "fold": "surgery",
     "build_model": "models",
-    "load": "evals.embedding",
-    "effective_rank": "evals.analysis",
+    "load": "eval.embedding",
+    "effective_rank": "eval.metrics.analysis",
     "UserError": "errors",
 }
 # Rooms of the package that share their name with a verb: `anechoic.training` is both, so the room can be called.
-_ROOMS = ("models", "recipes", "report", "serve", "train")
+_ROOMS = ("models", "recipes")
 
 
 def __getattr__(name: str) -> Any:
@@ -40,11 +40,11 @@ def __getattr__(name: str) -> Any:
 
 def _verb(name: str) -> Any:
     from anechoic.cli import VERBS, verb
-    from anechoic.cli.arguments import forgiving
+    from anechoic.cli.arguments import coerce_arguments
 
     typed = name.replace("_", "-")
     if typed in VERBS:
-        return forgiving(verb(typed))
+        return coerce_arguments(verb(typed))
     raise AttributeError(f"module 'anechoic' has no attribute {name!r}")
 
 

@@ -155,13 +155,13 @@ def commit() -> str | None:
 @cache
 def machine() -> dict[str, Any]:
     """What a measured number depends on besides the code: processor, cores, system and the versions that compute."""
-    processor = platform.processor() or platform.machine()
+    cpu = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         lines = cpuinfo.read_text().splitlines()
-        processor = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), processor)
+        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
     return {
-        "processor": processor,
+        "cpu": cpu,
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),

@@ -32,7 +32,7 @@ def philox(counter: Sequence[Tensor], key: Sequence[int]) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class Draws:
+class SampleGenerator:
     """Random numbers for a batch of samples. ids and visits: int64 tensors (B,) on the device to draw on."""
 
     seed: int
@@ -54,7 +54,7 @@ class Draws:
         return ((words >> 8).to(torch.float32) * 2.0**-24).view(len(self.ids), *shape)
 
     def normal(self, purpose: str, *shape: int) -> Tensor:
-        """(B, *shape) standard normal float32, by the Box–Muller transform of neighbouring words."""
+        """(B, *shape) standard normal float32, by the Box–Muller transform of neighboring words."""
         count = math.prod(shape)
         pairs = -(-count // 2)
         words = self.words(purpose, 2 * pairs).view(len(self.ids), pairs, 2)

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from anechoic_lab.grids import Grid, Row, Variant
 from anechoic_lab.cifar_length import BEST, EVALUATION, SAMPLES, photographs
+from anechoic_lab.grids import Grid, Row, Variant
 from anechoic_lab.lr_search import WORDS
 
 ARMS = {f"{algorithm}-alpha{alpha:g}": (algorithm, alpha) for algorithm in WORDS for alpha in (1.0, 0.6)}
 
 
 def anatomy_variants() -> dict[str, Variant]:
-    evaluation = replace(EVALUATION, fitted=5000, tested=2000, checkpoints=True, anatomy=True)
+    evaluation = replace(EVALUATION, max_train=5000, max_test=2000, checkpoints=True, anatomy=True)
     return {
         name: Variant(photographs(alpha, algorithm=algorithm, lr=BEST[algorithm, SAMPLES], checkpoints=16), evaluation)
         for name, (algorithm, alpha) in ARMS.items()
@@ -34,11 +34,11 @@ ANATOMY = Grid(
         "probe_mean": "linear probe, %",
         "knn_mean": "k-NN, %",
         "knn_whitened_mean": "k-NN whitened, %",
-        "layers.mean.entropy_centred.-1": "rank of the features (entropy)",
+        "layers.mean.entropy_centered.-1": "rank of the features (entropy)",
         "layers.mean.common_share.-1": "share of the common part",
         "layers.mean.first_share.-1": "share of the first component",
         "layers.mean.three_share.-1": "share of the first three",
-        "layers.mean.look_share.-1": "of those, colour and contrast",
+        "layers.mean.look_share.-1": "of those, color and contrast",
     },
     baseline="muon-alpha1",
     kind="anatomy",

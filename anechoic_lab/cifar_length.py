@@ -11,11 +11,11 @@ from dataclasses import replace
 from functools import partial
 
 from anechoic.config import Algorithm, Config
-from anechoic_lab.grids import KNN_PANELS, Grid, Row, Variant
-from anechoic_lab.pocket import PROBES, TEST, TRAIN, mae
-from anechoic_lab.lr_search import FIRST_FRESH_SEED, WORDS, Rates, rate_search
-from anechoic.sweeps.trial import EvalPlan
 from anechoic.recipes.pretrain import pretrain_config
+from anechoic.sweeps.trial import EvalPlan
+from anechoic_lab.grids import KNN_PANELS, Grid, Row, Variant
+from anechoic_lab.lr_search import FIRST_FRESH_SEED, WORDS, Rates, rate_search
+from anechoic_lab.pocket import PROBES, TEST, TRAIN, mae
 
 SAMPLES = 96_000
 LONG = (512_000, 2_048_000)
@@ -23,7 +23,7 @@ MEASURES = PROBES | {
     "knn_whitened_mean": "k-NN, mean token whitened",
     "knn_whitened_class": "k-NN, class token whitened",
 }
-EVALUATION = EvalPlan(TRAIN, TEST, fitted=10_000, tested=5000, whitened=True)
+EVALUATION = EvalPlan(TRAIN, TEST, max_train=10_000, max_test=5000, whitened=True)
 
 
 def photographs(

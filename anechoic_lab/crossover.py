@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from anechoic.shortcut import KEPT, alpha_min_for, effective_decay, linear
+from anechoic.sweeps.trial import EvalPlan
 from anechoic_lab.grids import Grid, Row, Variant
 from anechoic_lab.pocket import EVALUATION, MAP_SAMPLES, PAIR, PROBES, TEST, TRAIN, mae
-from anechoic.sweeps.trial import EvalPlan
-from anechoic.shortcut import KEPT, alpha_min_for, effective_decay, linear
 
 # ---- one thing changed
 
@@ -32,13 +32,13 @@ AXES: dict[str, tuple[str, dict[str, Any]]] = {
     "lr3e-3": ("learning rate 3e-3", {"lr": 3e-3}),
     "batch32": ("batch 32, half the learning rate", {"batch": 32, "lr": 5e-4}),
     "oneskip": ("one skip, from the last block", {"decoder_depth": 1}),
-    "grey": ("in grey", {"channels": 1, "flip": True}),
+    "gray": ("in gray", {"channels": 1, "flip": True}),
     "scenes": ("procedural scenes", {"source": "scenes:train"}),
     "digits": ("digits", {"source": "digits:train", "image_size": 8, "patch_size": 2, "channels": 1}),
 }
 AXES_EVALUATIONS = {
-    "scenes": EvalPlan("scenes:train:5000", "scenes:test:2000", fitted=5000, tested=2000),
-    "digits": EvalPlan("digits:train", "digits:test", tested=2000),
+    "scenes": EvalPlan("scenes:train:5000", "scenes:test:2000", max_train=5000, max_test=2000),
+    "digits": EvalPlan("digits:train", "digits:test", max_test=2000),
 }
 
 
@@ -123,7 +123,7 @@ REMEDIES: dict[str, tuple[str, dict[str, Any]]] = {
         "as alpha_min 0.6 until 0.4 of the input is left, then plain",
         {"alpha_min": 0.6, "schedule": "stopped"},
     ),
-    "skip-norm": ("normalised skip inputs", {"alpha_min": 0.6, "skip_norm": True}),
+    "skip-norm": ("normalized skip inputs", {"alpha_min": 0.6, "skip_norm": True}),
     "cosine": ("cosine schedule, alpha_min 0.6", {"alpha_min": 0.6, "schedule": "cosine"}),
     "constant": ("the same alpha everywhere, 0.9", {"alpha_min": 0.9, "schedule": "constant"}),
     "learnable": ("learnable alpha, starting at the schedule", {"alpha_min": 0.6, "form": "learnable"}),
@@ -154,7 +154,7 @@ REMEDY_GRID = Grid(
         Row("alpha_min 0.6", "decayed"),
         *(Row(words, name) for name, (words, _) in REMEDIES.items()),
         Row("residual, three times the learning rate", "residual-lr3e-3"),
-        Row("residual, normalised skip inputs", "residual-skip-norm"),
+        Row("residual, normalized skip inputs", "residual-skip-norm"),
     ],
     metrics=PROBES,
     baseline="residual",

@@ -2,7 +2,7 @@
 
 The protocol: all 5,150 drawings at 48 pixels in patches of 8, without labels, crops from half the area, the rest as in
 pocket.py. How often is the nearest of 1,030 drawings by another hand one of the same thing, on average over the 20
-ordered pairs of hands? Each optimiser has its own best of the peak rates below, chosen for each arm by the loss on 256
+ordered pairs of hands? Each optimizer has its own best of the peak rates below, chosen for each arm by the loss on 256
 held-out drawings, never by a label; the claim is made with seeds that no choice had seen.
 """
 
@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from anechoic.config import Algorithm, Config
-from anechoic_lab.grids import Grid, Row, Variant
-from anechoic_lab.pocket import mae
-from anechoic_lab.lr_search import FIRST_FRESH_SEED, WORDS, Rates, rate_search
 from anechoic.sweeps.trial import EvalPlan
+from anechoic_lab.grids import Grid, Row, Variant
+from anechoic_lab.lr_search import FIRST_FRESH_SEED, WORDS, Rates, rate_search
+from anechoic_lab.pocket import mae
 
 SAMPLES = 96_000
 SEARCH_SAMPLES = 32_000
@@ -78,8 +78,8 @@ LONG = {384_000: 4e-3, 1_920_000: 2e-3}
 MEASURES = {
     "retrieval_mean": "retrieval, mean token",
     "retrieval_class": "retrieval, class token",
-    "retrieval_standardised_mean": "standardised, mean token",
-    "retrieval_standardised_class": "standardised, class token",
+    "retrieval_standardized_mean": "standardized, mean token",
+    "retrieval_standardized_class": "standardized, class token",
     "retrieval_whitened_mean": "whitened, mean token",
     "retrieval_whitened_class": "whitened, class token",
     "beside.flat tokens.retrieval_mean": "all tokens, flat",

@@ -11,6 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from anechoic.config import Config
+from anechoic.recipes import recipe
+from anechoic.sweeps.trial import EvalPlan
 from anechoic_lab import pocket
 from anechoic_lab.grids import Grid, Row, Variant
 from anechoic_lab.pocket import (
@@ -26,12 +28,10 @@ from anechoic_lab.pocket import (
     UVIT_ALPHAS,
     probe,
 )
-from anechoic.sweeps.trial import EvalPlan
-from anechoic.recipes import recipe
 
 IN100_SIZE, IN1K_SIZE = 126_689, 1_281_167
-IN1K = EvalPlan("imagenet/train", "imagenet/val", fitted=IN1K_SIZE, tested=50_000, protocol="mae")
-IN100 = EvalPlan("imagenet100/train", "imagenet100/val", fitted=IN100_SIZE, tested=5000, protocol="in100")
+IN1K = EvalPlan("imagenet/train", "imagenet/val", max_train=IN1K_SIZE, max_test=50_000, protocol="mae")
+IN100 = EvalPlan("imagenet100/train", "imagenet100/val", max_train=IN100_SIZE, max_test=5000, protocol="in100")
 
 
 def of(name: str, source: str, *, size: int = 0, alpha_min: float | None = None, **changes: Any) -> Config:
@@ -85,14 +85,14 @@ def uvit_variants() -> dict[str, Variant]:
     cifar = EvalPlan(
         "cifar100/train.parquet",
         "cifar100/test.parquet",
-        fitted=50_000,
+        max_train=50_000,
         samples=50_000,
         extractor="inception",
         noise=(0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3),
         protocol="in100",
     )
     latent = replace(
-        cifar, train="imagenet100/train", test="imagenet100/val", real="imagenet100/train", fitted=IN100_SIZE
+        cifar, train="imagenet100/train", test="imagenet100/val", real="imagenet100/train", max_train=IN100_SIZE
     )
     found = {}
     for alpha in UVIT_ALPHAS:
@@ -107,7 +107,7 @@ def uvit_variants() -> dict[str, Variant]:
 
 
 def resnet_variants() -> dict[str, Variant]:
-    evaluation = EvalPlan("cifar10/train", "cifar10/test", fitted=50_000)
+    evaluation = EvalPlan("cifar10/train", "cifar10/test", max_train=50_000)
     return {
         f"blocks{blocks}-alpha{alpha:g}": Variant(
             of("resnet18_cifar", "cifar10/train", size=50_000, alpha_min=alpha, num_blocks=blocks), evaluation
@@ -118,12 +118,12 @@ def resnet_variants() -> dict[str, Variant]:
 
 
 def picture_variants() -> dict[str, Variant]:
-    """Figure 6 was trained on plain pixels, Figures 3 and 4 on normalised ones."""
+    """Figure 6 was trained on plain pixels, Figures 3 and 4 on normalized ones."""
     shown = replace(IN100, pictures=True)
     return {
-        "normalised-alpha1": Variant(in100(1.0).config, shown),
-        "normalised-alpha0.6": Variant(in100(0.6).config, shown),
-        "normalised-alpha0.7": Variant(in100(0.7).config, shown),
+        "normalized-alpha1": Variant(in100(1.0).config, shown),
+        "normalized-alpha0.6": Variant(in100(0.6).config, shown),
+        "normalized-alpha0.7": Variant(in100(0.7).config, shown),
         "pixels-alpha1": Variant(in100(1.0, norm_pix=False).config, shown),
         "pixels-alpha0.6": Variant(in100(0.6, norm_pix=False).config, shown),
     }
@@ -178,8 +178,8 @@ GRIDS = {
         replace(
             TABLE4, title="Table 4: U-ViT, probe and Frechet distance", rows=uvit_rows(), baseline="cifar100-alpha1"
         ),
-        pictured("fig3", ("normalised-alpha1", "normalised-alpha0.6")),
-        pictured("fig4", ("normalised-alpha1", "normalised-alpha0.7")),
+        pictured("fig3", ("normalized-alpha1", "normalized-alpha0.6")),
+        pictured("fig4", ("normalized-alpha1", "normalized-alpha0.7")),
         FIG5,
         pictured("fig6", ("pixels-alpha1", "pixels-alpha0.6")),
         FIG7,

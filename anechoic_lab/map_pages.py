@@ -11,7 +11,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from anechoic.pages import figures
+from anechoic.pages.estimates import ENOUGH, estimates_with_shared_spread
 from anechoic_lab.grids import Grid, Row
+from anechoic_lab.markdown_tables import difference_table, line, measured_table, signed
 from anechoic_lab.statistics import (
     Estimate,
     Records,
@@ -22,9 +25,6 @@ from anechoic_lab.statistics import (
     paired_over_time,
     verdict,
 )
-from anechoic_lab.markdown_tables import difference_table, line, measured_table, signed
-from anechoic.pages import figures
-from anechoic.pages.estimates import ENOUGH, estimates_with_shared_spread
 
 
 def length_body(grid: Grid, records: Records, out: Path) -> list[str]:
@@ -33,8 +33,8 @@ def length_body(grid: Grid, records: Records, out: Path) -> list[str]:
     keys = {
         "knn_mean": "k-NN, mean token",
         "knn_class": "k-NN, class token",
-        "knn_standardised_mean": "k-NN, mean token standardised",
-        "knn_standardised_class": "k-NN, class token standardised",
+        "knn_standardized_mean": "k-NN, mean token standardized",
+        "knn_standardized_class": "k-NN, class token standardized",
     }
     curves: dict[str, dict[str, list[tuple[float, float, float]]]] = {"decayed minus residual (points)": {}}
     rows: dict[int, list[str]] = {}

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from anechoic.config import Config
+from anechoic.sweeps.trial import EvalPlan
 from anechoic_lab.grids import Grid, Row, Variant
 from anechoic_lab.pocket import mae
-from anechoic.sweeps.trial import EvalPlan
 
 SAMPLES = 32_000
 RATES = (2e-3, 4e-3, 8e-3, 16e-3, 32e-3)

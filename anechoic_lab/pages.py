@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from anechoic.eval.metrics.analysis import pearson
+from anechoic.pages import figures
 from anechoic_lab.grids import Grid
 from anechoic_lab.map_pages import anatomy_body, axes_body, length_body, lengths_body
+from anechoic_lab.markdown_tables import agreement, difference_table, line, measured_table, signed
 from anechoic_lab.pocket import SHOWN
 from anechoic_lab.statistics import Estimate, Records, dig, estimate, over_time, verdict
-from anechoic_lab.markdown_tables import agreement, difference_table, line, measured_table, signed
-from anechoic.pages import figures
 
 
 def write_page(grid: Grid, results: Path, out: Path, *, command: str) -> Path:
@@ -49,9 +49,7 @@ def write_index(grids: Sequence[Grid], results: Path, out: Path, *, tally: bool 
         records = records_of(grid, results)
         shown = grid.needed()
         count = sum(records.count(name) for name in shown)
-        seconds = sum(
-            record["processor_seconds"] for name in shown for record in records.by_variant.get(name, {}).values()
-        )
+        seconds = sum(record["cpu_seconds"] for name in shown for record in records.by_variant.get(name, {}).values())
         lines.append(f"| [{grid.title}]({grid.name}.md) | {count} | {seconds / 60:.0f} min |")
     if tally:
         lines += ["", "[The search for a setting that profits](tally.md) has every pair of the map in one table."]
@@ -108,9 +106,7 @@ def dynamics_body(grid: Grid, records: Records, out: Path) -> list[str]:
             for row in grid.rows
         ]
         lines.append(line([f"{seen:,}", *cells, correlation([(a.mean, b.mean) for a, b in pairs.values()])]))
-    note = (
-        "Each entry: effective rank (entropy, row-centred) with its interval; k-NN accuracy. r: Pearson's, across rows."
-    )
+    note = "Each entry: effective rank (entropy, centered rows) with its interval; k-NN. r: Pearson, across rows."
     return [
         *lines,
         "",
@@ -216,7 +212,7 @@ def losses_body(grid: Grid, records: Records, out: Path) -> list[str]:
 
 
 def norms_body(grid: Grid, records: Records, out: Path) -> list[str]:
-    """The norm of the last block's tokens over training, with and without zero-initialised branches."""
+    """The norm of the last block's tokens over training, with and without zero-initialized branches."""
     curves: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
     for row in grid.rows:
         panel, _, name = row.label.partition(", ")
@@ -258,8 +254,8 @@ def draw_kept(pictures: dict, kind: str, path: Path, title: str) -> Path:
         points, labels = np.array(kept["points"]), np.array(kept["labels"])
         return figures.draw_tsne(points, labels, path, names=kept["names"], title=title)[0]
     arrays = {name: unpacked(value) for name, value in kept.items()}
-    if kind == "colours":
-        return figures.draw_maps(arrays["images"], arrays["colours"], path, title=title)[0]
+    if kind == "colors":
+        return figures.draw_maps(arrays["images"], arrays["colors"], path, title=title)[0]
     hidden = arrays["hidden"] > 0.5
     return figures.draw_reconstructions(arrays["images"], hidden, arrays["predictions"], path, title=title)[0]
 
@@ -284,9 +280,9 @@ def provenance(grid: Grid, records: Records, command: str) -> list[str]:
     shown = [r for name in grid.needed() for r in records.by_variant.get(name, {}).values()]
     if not shown:
         return [f"No trial of this page has a record yet. Run `{command}`."]
-    minutes = sum(record["processor_seconds"] for record in shown) / 60
+    minutes = sum(record["cpu_seconds"] for record in shown) / 60
     commits = ", ".join(sorted({(record["commit"] or "?")[:12] for record in shown}))
-    machines = "; ".join(sorted({f"{r['machine']['processor']}, torch {r['machine']['torch']}" for r in shown}))
+    machines = "; ".join(sorted({f"{r['machine']['cpu']}, torch {r['machine']['torch']}" for r in shown}))
     samples = sorted({dig(record, "config.optim.samples") for record in shown})
     length = " and ".join(f"{count:,}" for count in samples)
     folders = ", ".join(f"`results/evidence/{group}`" for group in (grid.group, *grid.others))

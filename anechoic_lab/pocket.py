@@ -1,8 +1,8 @@
 """The paper's tables and figures at pocket scale, and the map of when decayed shortcuts pay: variants for two cores.
 
 The protocol, fixed before the grid was run: CIFAR-100 at 32 pixels in patches of 8, the paper's random resized crops
-and flips, mask ratio 0.75, normalised pixels, AdamW with the paper's betas and weight decay, 5 % warm-up and a cosine,
-batch 128. Evaluated on frozen features: a weighted 20-NN vote (on the features as they are, and standardised) and a
+and flips, mask ratio 0.75, normalized pixels, AdamW with the paper's betas and weight decay, 5 % warm-up and a cosine,
+batch 128. Evaluated on frozen features: a weighted 20-NN vote (on the features as they are, and standardized) and a
 converged logistic regression, fitted to 5,000 training images and tested on 3,000 test images. Three seeds. Nothing is
 chosen on test labels: settings come from the paper and from the time there is.
 """
@@ -17,22 +17,22 @@ from anechoic.config import (
     Config,
     DataConfig,
     ModelConfig,
-    MonitorConfig,
     ObjectiveConfig,
     OptimConfig,
     SaveConfig,
     ShortcutConfig,
+    ValidationConfig,
 )
-from anechoic_lab.grids import Grid, Row, Variant
-from anechoic.sweeps.trial import EvalPlan
 from anechoic.recipes import recipe
 from anechoic.recipes.pocket import MODEL
 from anechoic.shortcut import Form
+from anechoic.sweeps.trial import EvalPlan
+from anechoic_lab.grids import Grid, Row, Variant
 
 SEEDS = (0, 1, 2)
 ALPHAS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
 TRAIN, TEST = "cifar100/train.parquet", "cifar100/test.parquet"
-EVALUATION = EvalPlan(TRAIN, TEST, fitted=5000, tested=3000)
+EVALUATION = EvalPlan(TRAIN, TEST, max_train=5000, max_test=3000)
 # Samples of a table's trial, and of the trials of the map.
 SAMPLES = 64_000
 MAP_SAMPLES = 38_400
@@ -71,7 +71,7 @@ def mae(
         model=ModelConfig("mae_tiny_patch4", {**MODEL, **options}),
         shortcut=ShortcutConfig(alpha_min=alpha_min, form=form, schedule=schedule, anneal=anneal),
         optim=OptimConfig(batch_size=batch, samples=samples, lr=lr, schedule="constant" if constant_lr else "cosine"),
-        monitor=MonitorConfig(every=max(samples // 5, batch), report=max(samples // 40, batch)),
+        validation=ValidationConfig(every=max(samples // 5, batch), report=max(samples // 40, batch)),
         save=SaveConfig(
             every=max(samples // max(4, checkpoints), batch), keep_every=samples // checkpoints if checkpoints else 0
         ),
@@ -102,8 +102,8 @@ PROBES = {
     "probe_class": "linear probe, class token",
     "knn_mean": "k-NN, mean token",
     "knn_class": "k-NN, class token",
-    "knn_standardised_mean": "k-NN, mean token standardised",
-    "knn_standardised_class": "k-NN, class token standardised",
+    "knn_standardized_mean": "k-NN, mean token standardized",
+    "knn_standardized_class": "k-NN, class token standardized",
     "entropy": "rank (entropy)",
 }
 
@@ -205,7 +205,7 @@ def uvit_digits(alpha_min: float) -> Config:
         recipe="",
         shortcut=ShortcutConfig(alpha_min=alpha_min),
         optim=replace(base.optim, samples=1200 * 128, warmup=0.05),
-        monitor=MonitorConfig(every=76_800),
+        validation=ValidationConfig(every=76_800),
         save=SaveConfig(every=76_800),
         threads=1,
         devices=1,
@@ -222,7 +222,7 @@ def uvit_cifar(alpha_min: float) -> Config:
         model=ModelConfig("uvit_small", options),
         shortcut=ShortcutConfig(alpha_min=alpha_min),
         optim=replace(base.optim, batch_size=64, samples=1200 * 64, warmup=0.05, ema=0.99),
-        monitor=MonitorConfig(every=38_400),
+        validation=ValidationConfig(every=38_400),
         save=SaveConfig(every=38_400),
         threads=1,
         devices=1,
@@ -274,13 +274,13 @@ def resnet_variants() -> dict[str, Variant]:
             shortcut=ShortcutConfig(alpha_min=alpha_min),
             objective=ObjectiveConfig("supervised", {"label_smoothing": 0.1}),
             optim=OptimConfig(batch_size=128, samples=12_800, lr=3e-3, betas=(0.9, 0.999), weight_decay=0.05),
-            monitor=MonitorConfig(every=2560, report=2560),
+            validation=ValidationConfig(every=2560, report=2560),
             save=SaveConfig(every=6400),
             threads=1,
             devices=1,
         )
 
-    evaluation = EvalPlan(TRAIN, TEST, fitted=2, tested=2000)
+    evaluation = EvalPlan(TRAIN, TEST, max_train=2, max_test=2000)
     return {
         f"blocks{blocks}-alpha{alpha:g}": Variant(config(alpha, blocks), evaluation)
         for blocks in RESNET_BLOCKS
@@ -304,7 +304,7 @@ FIG7 = Grid(
 )
 
 
-# ---- stability: norms with and without zero-initialised branches
+# ---- stability: norms with and without zero-initialized branches
 
 STABLE_ALPHAS = (1.0, 0.7, 0.4, 0.3)
 
@@ -312,7 +312,7 @@ STABLE_ALPHAS = (1.0, 0.7, 0.4, 0.3)
 def stability_variants() -> dict[str, Variant]:
     def config(alpha_min: float, zero_init: bool) -> Config:
         base = mae(alpha_min, samples=12_800, depth=12, zero_init=zero_init, decoder_depth=2)
-        return replace(base, monitor=MonitorConfig(every=1280, report=1280))
+        return replace(base, validation=ValidationConfig(every=1280, report=1280))
 
     return {
         f"{'zero' if zero else 'xavier'}-alpha{alpha:g}": Variant(config(alpha, zero), EvalPlan())
@@ -323,12 +323,12 @@ def stability_variants() -> dict[str, Variant]:
 
 STABILITY = Grid(
     name="stability",
-    title="Stability: norms with and without zero-initialised branches",
+    title="Stability: norms with and without zero-initialized branches",
     claim="Below about 0.7 the norm of the features explodes unless every branch starts at zero.",
     group="stability",
     rows=[
         Row(f"{words}, alpha_min {alpha:g}", f"{kind}-alpha{alpha:g}")
-        for kind, words in (("zero", "zero-initialised"), ("xavier", "Xavier"))
+        for kind, words in (("zero", "zero-initialized"), ("xavier", "Xavier"))
         for alpha in STABLE_ALPHAS
     ],
     metrics={
@@ -345,7 +345,7 @@ STABILITY = Grid(
 
 
 def picture_variants() -> dict[str, Variant]:
-    shown = EvalPlan(pictures=True, probe=False, fitted=1000, tested=600)
+    shown = EvalPlan(pictures=True, probe=False, max_train=1000, max_test=600)
     digits = replace(shown, train="digits:train", test="digits:test")
     scenes = replace(shown, train="scenes:train:1000", test="scenes:test:600")
     found = {}
@@ -375,14 +375,14 @@ FIG3 = pictured(
 )
 FIG4 = pictured(
     "fig4",
-    "Figure 4: patches coloured by their features",
-    "With decay patches of one object share a colour; unsupervised segmentation of COCO improves from 4.10 to 10.41.",
+    "Figure 4: patches colored by their features",
+    "With decay patches of one object share a color; unsupervised segmentation of COCO improves from 4.10 to 10.41.",
     "scenes",
 )
 FIG6 = pictured(
     "fig6", "Figure 6: reconstructions", "Decay does not harm the reconstruction of hidden patches.", "scenes"
 )
-SHOWN = {"fig3": "map", "fig4": "colours", "fig6": "reconstructions"}
+SHOWN = {"fig3": "map", "fig4": "colors", "fig6": "reconstructions"}
 
 
 # ---- everything by name

@@ -6,7 +6,6 @@ order, crops and masks. Fewer than two seeds have no interval. Nothing here draw
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from anechoic.pages.estimates import Estimate, estimate
+from anechoic.sweeps.trial import read_record
 
 
 class Records:
@@ -27,7 +27,7 @@ class Records:
     def __init__(self, *folders: Path) -> None:
         self.by_variant: dict[str, dict[int, dict[str, Any]]] = {}
         for path in (path for folder in folders for path in sorted(folder.glob("*.json"))):
-            record = json.loads(path.read_text())
+            record = read_record(path)
             self.by_variant.setdefault(record["variant"], {}).setdefault(record["seed"], record)
 
     def metrics(self, variant: str) -> dict[int, dict[str, Any]]:

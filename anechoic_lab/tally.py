@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from anechoic.pages.estimates import ENOUGH
 from anechoic_lab.grids import Grid
 from anechoic_lab.map_pages import baseline_of
-from anechoic_lab.statistics import Estimate, Records
 from anechoic_lab.markdown_tables import line, signed
-from anechoic.pages.estimates import ENOUGH
+from anechoic_lab.statistics import Estimate, Records
 
 SEARCHED = ("table2", "table3b", "long-blocks", "early", "search", "axes", "remedies")
 MEASURES = {
@@ -45,7 +45,7 @@ class Pair(NamedTuple):
 
     def minutes(self) -> float:
         seconds = [
-            record["processor_seconds"]
+            record["cpu_seconds"]
             for variant in (self.decayed, self.residual)
             for record in self.records.by_variant[variant].values()
         ]
@@ -135,7 +135,7 @@ def write_tally(grids: Sequence[Grid], results: Path, out: Path) -> Path:
 def spent(found: Sequence[Pair]) -> str:
     """Records and processor hours of all pairs; a residual baseline of several counts once."""
     seconds = {
-        (pair.grid.group, variant, seed): record["processor_seconds"]
+        (pair.grid.group, variant, seed): record["cpu_seconds"]
         for pair in found
         for variant in (pair.decayed, pair.residual)
         for seed, record in pair.records.by_variant[variant].items()

@@ -10,7 +10,7 @@ from typing import Any
 # Another processor rounds differently, and training amplifies it; by this much per cent points two accuracies of the
 # same seed may differ. On the same kind of machine and the same commit nothing should differ at all.
 TOLERANCE_POINTS = 3.0
-SAME = ("processor", "system", "torch", "numpy")
+SAME = ("cpu", "system", "torch", "numpy")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
 
 def headline(metrics: dict[str, Any]) -> dict[str, float]:
     """What a record is compared by: its accuracies and the like, or where it has none the last held-out loss in per
-    cent of a loss of 1, which is what predicting the mean of normalised pixels costs."""
+    cent of a loss of 1, which is what predicting the mean of normalized pixels costs."""
     plain = {key: value for key, value in metrics.items() if isinstance(value, float)}
     if plain or not metrics["training"]:
         return plain

@@ -60,16 +60,16 @@ def fits(page: Any) -> bool:
 
 
 def contrast(page: Any, selector: str) -> float:
-    """Of the text's colour on the page's ground, as WCAG counts it."""
-    colours = page.evaluate(
+    """Of the text's color on the page's ground, as WCAG counts it."""
+    colors = page.evaluate(
         "(s) => [getComputedStyle(document.querySelector(s)).color, getComputedStyle(document.body).backgroundColor]",
         selector,
     )
 
-    def luminance(colour: str) -> float:
-        parts = [int(value) / 255 for value in colour[colour.index("(") + 1 : -1].split(",")[:3]]
+    def luminance(color: str) -> float:
+        parts = [int(value) / 255 for value in color[color.index("(") + 1 : -1].split(",")[:3]]
         linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
-    light, dark = sorted(map(luminance, colours), reverse=True)
+    light, dark = sorted(map(luminance, colors), reverse=True)
     return (light + 0.05) / (dark + 0.05)

@@ -17,64 +17,6 @@ torch.set_num_threads(1)
 # Whoever starts the tests in the background may have switched Ctrl-C off, which the processes of tests would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Files whose tests train, start processes or compare with large peers: `make quick` leaves them out.
-SLOW = {
-    "test_anneal",
-    "test_bench_data",
-    "test_browser",
-    "test_browser_run",
-    "test_bench_quality",
-    "test_bench_speed",
-    "test_bench_train",
-    "test_checkpoint",
-    "test_crash",
-    "test_data_cache",
-    "test_data_loader",
-    "test_data_shards",
-    "test_demo",
-    "test_docs",
-    "test_distributed",
-    "test_engine",
-    "test_evaluating",
-    "test_evaluator",
-    "test_exchange_export",
-    "test_faults",
-    "test_finding",
-    "test_finetune",
-    "test_fuzz",
-    "test_generating",
-    "test_latents",
-    "test_latents_training",
-    "test_models",
-    "test_notebooks",
-    "test_packed",
-    "test_paper_catalogue",
-    "test_paper_pages",
-    "test_paper_sweep",
-    "test_paper_trial",
-    "test_planning",
-    "test_probe",
-    "test_recipes",
-    "test_report",
-    "test_resume",
-    "test_sampling",
-    "test_serve",
-    "test_serve_bounds",
-    "test_serve_schema",
-    "test_sharding",
-    "test_site",
-    "test_slurm",
-    "test_surgery_continued",
-    "test_surgery_libraries",
-    "test_torchrun",
-}
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.stem in SLOW:
-            item.add_marker("slow")
-
 
 def pytest_collection_finish() -> None:
     """What was imported stays: going through all of it for garbage took a fifth of the time of tests that train."""

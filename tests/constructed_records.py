@@ -4,12 +4,14 @@ import json
 
 import numpy as np
 
-from anechoic_lab import catalogue, emoji_styles as hands, cifar_length as natural
 from anechoic.sweeps.evaluation import BRANCH_RANKS, COMPONENT_SHARES, packed
+from anechoic_lab import catalog
+from anechoic_lab import cifar_length as natural
+from anechoic_lab import emoji_styles as hands
 from anechoic_lab.pages import write_page
 from anechoic_lab.statistics import Records
 
-POCKET_GRIDS = {grid.name: grid for grid in catalogue.choose("all", "pocket")}
+POCKET_GRIDS = {grid.name: grid for grid in catalog.choose("all", "pocket")}
 
 SEEDS = (0, 1, 2)
 CHECKPOINTS = (1000, 2000, 4000)
@@ -17,7 +19,7 @@ CHECKPOINTS = (1000, 2000, 4000)
 
 def fake_metrics(rng):
     """Everything any page asks for, random."""
-    keys = [f"{kind}_{token}" for kind in ("knn", "knn_standardised") for token in ("mean", "class")]
+    keys = [f"{kind}_{token}" for kind in ("knn", "knn_standardized") for token in ("mean", "class")]
     plain = [
         *natural.MEASURES,
         *(key for key in hands.MEASURES if "." not in key),
@@ -27,7 +29,7 @@ def fake_metrics(rng):
         "recall",
         "accuracy",
     ]
-    of_layers = ("entropy", "knn", "knn_whitened", "retrieval", "retrieval_whitened", "entropy_centred")
+    of_layers = ("entropy", "knn", "knn_whitened", "retrieval", "retrieval_whitened", "entropy_centered")
     images = rng.random((4, 8, 8, 3))
     return {
         "diverged": False,
@@ -52,7 +54,7 @@ def fake_metrics(rng):
         "training": [{"seen": seen, "token_norm": [1.0, 2.0 * seen], "held_out_loss": 0.5} for seen in (0, 1280)],
         "pictures": {
             "map": {"points": rng.normal(size=(12, 2)).tolist(), "labels": [0, 1] * 6, "names": ["nought", "one"]},
-            "colours": {"images": packed(images), "colours": packed(rng.random((4, 4, 4, 3)))},
+            "colors": {"images": packed(images), "colors": packed(rng.random((4, 4, 4, 3)))},
             "reconstructions": {
                 "images": packed(images),
                 "hidden": packed((rng.random((4, 8, 8)) > 0.5).astype(np.float32)),
@@ -70,10 +72,10 @@ def write_record(folder, variant, seed, metrics):
         "config": {"optim": {"samples": 96_000}},
         "seed": seed,
         "commit": "fedcba9876543210",
-        "machine": {"processor": "abacus", "torch": "2.0"},
+        "machine": {"cpu": "abacus", "torch": "2.0"},
         "metrics": metrics,
         "seconds": 70.0,
-        "processor_seconds": 60.0,
+        "cpu_seconds": 60.0,
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{variant}-seed{seed}.json").write_text(json.dumps(record))

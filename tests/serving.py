@@ -21,11 +21,11 @@ import numpy as np
 import uvicorn
 from PIL import Image
 
-from anechoic.config import Config, DataConfig, ModelConfig, MonitorConfig, OptimConfig, SaveConfig, to_json
+from anechoic.config import Config, DataConfig, ModelConfig, OptimConfig, SaveConfig, ValidationConfig, to_json
 from anechoic.data import open_source
-from anechoic.storage.files import write_json
 from anechoic.server.app import Served, create_app
 from anechoic.server.middleware import ImpatientProtocol
+from anechoic.storage.files import write_json
 
 BOUNDARY = "b0undary"
 FORM = f"multipart/form-data; boundary={BOUNDARY}"
@@ -129,7 +129,7 @@ def small_config(**changes: Any) -> Config:
         data=DataConfig(source="emoji:style=noto", image_size=16, holdout=64),
         model=ModelConfig("mae_tiny_patch4", MODEL),
         optim=OptimConfig(batch_size=32, samples=32 * 10, lr=2e-3),
-        monitor=MonitorConfig(every=32 * 5, report=32),
+        validation=ValidationConfig(every=32 * 5, report=32),
         save=SaveConfig(every=32 * 5),
         threads=1,
     )

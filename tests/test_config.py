@@ -122,8 +122,8 @@ def test_rules_of_the_automatic_choices():
     assert frozen.optim.lr == 1.5e-4 * 8 / 256
     assert frozen.data.mean == (0.485, 0.456, 0.406)
     assert (frozen.devices, frozen.threads, frozen.precision, frozen.data.workers) == (1, 2, "float32", 0)
-    grey = resolve(some_config(data=DataConfig(source="x", channels=1)), size=1000, **MACHINE)
-    assert (grey.data.mean, grey.data.std) == ((0.5,), (0.5,))
+    gray = resolve(some_config(data=DataConfig(source="x", channels=1)), size=1000, **MACHINE)
+    assert (gray.data.mean, gray.data.std) == ((0.5,), (0.5,))
     many = resolve(some_config(devices=2), size=1000, **MACHINE)
     assert many.threads == 1
     accelerated = resolve(some_config(), size=1000, fingerprint="", accelerators=4, cores=16)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from anechoic.rng import Draws, philox
+from anechoic.rng import SampleGenerator, philox
 
 
 @pytest.mark.parametrize(
@@ -19,33 +19,39 @@ def test_known_answers(word, answer):
     assert [int(out) for out in philox(counter, (word, word))] == answer
 
 
-def draws(ids, seed=7, visit=3):
+def generator(ids, seed=7, visit=3):
     ids = torch.as_tensor(ids)
-    return Draws(seed, ids, torch.full_like(ids, visit))
+    return SampleGenerator(seed, ids, torch.full_like(ids, visit))
 
 
 def test_a_sample_draws_the_same_whatever_its_batch():
-    whole = draws(range(10))
+    whole = generator(range(10))
     for kind in ("uniform", "normal"):
         together = getattr(whole, kind)("noise", 5, 3)
-        alone = torch.cat([getattr(draws([i]), kind)("noise", 5, 3) for i in range(10)])
+        alone = torch.cat([getattr(generator([i]), kind)("noise", 5, 3) for i in range(10)])
         assert torch.equal(together, alone)
-    assert torch.equal(whole.integers("labels", 1000, 4)[3:5], draws([3, 4]).integers("labels", 1000, 4))
+    assert torch.equal(whole.integers("labels", 1000, 4)[3:5], generator([3, 4]).integers("labels", 1000, 4))
 
 
 def test_a_longer_draw_begins_with_the_shorter():
-    assert torch.equal(draws(range(4)).uniform("mask", 9)[:, :5], draws(range(4)).uniform("mask", 5))
+    assert torch.equal(generator(range(4)).uniform("mask", 9)[:, :5], generator(range(4)).uniform("mask", 5))
 
 
 def test_seed_visit_sample_and_purpose_all_matter():
-    base = draws([1]).uniform("mask", 8)
-    for other in (draws([1], seed=8), draws([1], visit=4), draws([2]), draws([1 + 2**40]), draws([1], seed=7 + 2**40)):
+    base = generator([1]).uniform("mask", 8)
+    for other in (
+        generator([1], seed=8),
+        generator([1], visit=4),
+        generator([2]),
+        generator([1 + 2**40]),
+        generator([1], seed=7 + 2**40),
+    ):
         assert not torch.equal(base, other.uniform("mask", 8))
-    assert not torch.equal(base, draws([1]).uniform("crop", 8))
+    assert not torch.equal(base, generator([1]).uniform("crop", 8))
 
 
 def test_laws():
-    many = draws(range(500))
+    many = generator(range(500))
     uniform = many.uniform("u", 400).double()
     assert 0 <= uniform.min() < uniform.max() < 1
     assert uniform.mean() == pytest.approx(0.5, abs=3e-3)

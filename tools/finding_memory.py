@@ -30,11 +30,11 @@ def peak_megabytes() -> float:
 def drawn(path: Path, count: int, width: int) -> np.ndarray:
     table = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=(count, width))
     rng = np.random.default_rng(0)
-    centres = 3 * rng.normal(size=(1000, width)).astype(np.float32)
+    centers = 3 * rng.normal(size=(1000, width)).astype(np.float32)
     for start in range(0, count, 4096):
         rows = np.arange(start, min(start + 4096, count))
         which = (rng.random(len(rows)) ** 2 * 1000).astype(int)
-        table[rows] = centres[which] * rng.random((len(rows), 1)) + rng.normal(size=(len(rows), width))
+        table[rows] = centers[which] * rng.random((len(rows), 1)) + rng.normal(size=(len(rows), width))
     copies = np.arange(0, count - 1, 100)
     table[copies + 1] = table[copies] + 0.01 * rng.normal(size=(len(copies), width))
     table.flush()
@@ -62,7 +62,7 @@ def main() -> None:
     metrics |= {
         "peak_megabytes": peak_megabytes(),
         "seconds": {"open": opened - started, "ten_queries": searched - opened, "explore": ended - searched},
-        "processor_seconds": time.process_time(),
+        "cpu_seconds": time.process_time(),
         "planted_pairs": expected,
         "pairs_found": len(found.pairs),
         "planted_found": sum(j == i + 1 and i % 100 == 0 for i, j, _ in found.pairs),

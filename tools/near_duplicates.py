@@ -22,9 +22,9 @@ from PIL import Image, ImageEnhance
 
 from anechoic.data import open_source
 from anechoic.eval.encoders import open_encoder
-from anechoic.index.collection import all_neighbours, duplicate_limit, duplicate_pairs
-from anechoic.index.index import Searchable, open_index
 from anechoic.eval.feature_scaling import SCALINGS
+from anechoic.index.collection import all_neighbors, duplicate_limit, duplicate_pairs
+from anechoic.index.index import Searchable, open_index
 from anechoic.outcome import Outcome
 from anechoic.storage.files import write_json
 
@@ -77,7 +77,7 @@ def main() -> None:
             index = open_index(encoder, source, encoder_name=asked.run, place=str(place), vector=vectors, device="cpu")
             names = index.names()
             for scaling in SCALINGS:
-                near = all_neighbours(Searchable.of(index.vectors, scaling).units)
+                near = all_neighbors(Searchable.of(index.vectors, scaling).units)
                 limit = duplicate_limit(near)
                 found: Counter = Counter()
                 for i, j, _ in duplicate_pairs(near, limit):

@@ -18,9 +18,9 @@ import numpy as np
 from anechoic.data import open_source
 from anechoic.eval.encoders import Encoder, flat, open_encoder
 from anechoic.eval.feature_cache import features_of
-from anechoic.index.index import FLAT_WIDTH, Searchable
-from anechoic.eval.metrics.retrieval import retrieval_accuracy
 from anechoic.eval.feature_scaling import SCALINGS, rescaled
+from anechoic.eval.metrics.retrieval import retrieval_accuracy
+from anechoic.index.index import FLAT_WIDTH, Searchable
 from anechoic.outcome import Outcome
 from anechoic.storage.files import write_json
 

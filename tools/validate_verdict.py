@@ -25,8 +25,8 @@ from anechoic.config import Config, from_json
 from anechoic.data import Subset
 from anechoic.data.split import hold_out
 from anechoic.eval.encoders import RawPixels, run_encoder
+from anechoic.eval.eval_data import open_eval_data
 from anechoic.eval.evaluator import EvalSpec, Evaluator
-from anechoic.eval.eval_data import open_labelled
 from anechoic.eval.verdict import measure, verdict_of
 from anechoic.outcome import commit, machine
 from anechoic.recipes import recipe
@@ -36,7 +36,7 @@ from anechoic.training.build import open_data
 
 # Signal -> where it stands in a point.
 SIGNALS = ("crop_retrieval", "crop_lead", "skill", "rank", "rank_share")
-KNN = EvalSpec(("knn",), poolings=("mean",), neighbours=(20,), fitted=1500, tested=600)
+KNN = EvalSpec(("knn",), poolings=("mean",), neighbors=(20,), max_train=1500, max_test=600)
 SAMPLES = 25_600
 # Chosen to spread: good and bad rates, decay that suits and decay that does not, easy and hard masks.
 GRID: dict[str, dict[str, Any]] = {
@@ -57,7 +57,7 @@ def config_of(*, alpha_min: float, lr: float, mask_ratio: float) -> Config:
         shortcut=replace(base.shortcut, alpha_min=alpha_min),
         optim=replace(base.optim, samples=SAMPLES, epochs=None, batch_size=128, lr=lr),
         save=replace(base.save, every=SAMPLES // 6, keep_every=1),
-        monitor=replace(base.monitor, every=SAMPLES // 12, knn=0),
+        validation=replace(base.validation, every=SAMPLES // 12, knn=0),
         data=replace(base.data, holdout=256),
         threads=1,
     )
@@ -90,8 +90,8 @@ def points_of(run: Path, train: str, test: str, *, part: slice) -> list[dict[str
         encoder = run_encoder(path)
         seen = int(path.name)
         signals = measure(encoder, held_out, [record for record in records if record["seen"] <= seen])
-        labelled = open_labelled(train, test, channels=encoder.channels)
-        evaluation = Evaluator(KNN, cached=False).run(encoder, labelled)
+        eval_data = open_eval_data(train, test, channels=encoder.channels)
+        evaluation = Evaluator(KNN, cached=False).run(encoder, eval_data)
         alpha = config.shortcut.alpha_min
         word = verdict_of(signals, alpha_min=None if isinstance(alpha, str) else alpha).word
         knn = evaluation.value("knn", pooling="mean")
@@ -103,9 +103,9 @@ def points_of(run: Path, train: str, test: str, *, part: slice) -> list[dict[str
 
 def pixels_knn(run: Path, train: str, test: str) -> float:
     encoder = run_encoder(run)
-    labelled = open_labelled(train, test, channels=encoder.channels)
+    eval_data = open_eval_data(train, test, channels=encoder.channels)
     pixels = replace(encoder, name="raw pixels", model=RawPixels(), untrained=None)
-    return Evaluator(KNN, cached=False).run(pixels, labelled).value("knn", pooling="mean")
+    return Evaluator(KNN, cached=False).run(pixels, eval_data).value("knn", pooling="mean")
 
 
 def rank_correlation(x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:

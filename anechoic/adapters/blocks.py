@@ -21,11 +21,11 @@ from anechoic.shortcut import Event, Shortcut, Stream
 
 # The package a block's class comes from -> the module here that knows it; imported when such a block is met.
 LIBRARIES = {
-    "torch": "of_torch",
-    "timm": "of_timm",
-    "transformers": "of_transformers",
-    "torchvision": "of_torchvision",
-    "diffusers": "of_diffusers",
+    "torch": "torch",
+    "timm": "timm",
+    "transformers": "transformers",
+    "torchvision": "torchvision",
+    "diffusers": "diffusers",
 }
 KNOWN = (
     "timm ViT, DeiT, EVA, BEiT, Swin and ResNet; transformers ViT, ViTMAE, DeiT, DINOv2, BEiT and BERT; torchvision "
@@ -237,7 +237,7 @@ def _load_libraries(model: nn.Module) -> None:
     packages = {type(module).__module__.partition(".")[0] for module in model.modules()}
     for package in LIBRARIES.keys() & packages:
         try:
-            import_module(f"anechoic.surgery.{LIBRARIES[package]}")
+            import_module(f"anechoic.adapters.{LIBRARIES[package]}")
         except ImportError as problem:
             raise UserError(
                 f"This version of {package} lacks what anechoic knows of it ({problem}): "

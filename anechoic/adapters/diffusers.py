@@ -8,9 +8,9 @@ from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
 from torch import Tensor
 
+from anechoic.adapters.blocks import Twin, describe, prepare, register, through
 from anechoic.errors import UserError
 from anechoic.shortcut import Branch, Event, Read, Shortcut, Stream
-from anechoic.adapters.blocks import Twin, describe, prepare, register, through
 
 
 @register

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
+from anechoic.adapters.blocks import through
 from anechoic.errors import UserError
 from anechoic.models.layers import weight_and_bias
 from anechoic.shortcut import Read, Slot, Stream, Write
-from anechoic.adapters.blocks import through
 
 
 def projection_of(downsample: nn.Module | None) -> tuple[Slot, nn.Module] | None:

@@ -12,10 +12,10 @@ from timm.layers.attention import Attention, AttentionRope
 from timm.models import beit, deit, eva, resnet, resnetv2, swin_transformer, swin_transformer_v2, vision_transformer
 from torch import Tensor, nn
 
-from anechoic.errors import UserError
-from anechoic.shortcut import Branch, Event, Read, Restart, Shortcut, Slot, Stream
 from anechoic.adapters.blocks import Twin, describe, refuse, register, through
 from anechoic.adapters.resnets import projection_of, resnet_stream
+from anechoic.errors import UserError
+from anechoic.shortcut import Branch, Event, Read, Restart, Shortcut, Slot, Stream
 
 ATTENTIONS = (
     Attention,
@@ -42,7 +42,7 @@ def _writer(part: Any) -> nn.Module:
 
 
 def _readers(part: Any) -> Read:
-    """The maps with which an attention or MLP reads an unnormalised stream; their biases are not part of it."""
+    """The maps with which an attention or MLP reads an unnormalized stream; their biases are not part of it."""
     known = (*ATTENTIONS, *MLPS)
     names = ("qkv", "q_proj", "k_proj", "v_proj", "gate", "fc1", "fc1_g", "fc1_x")
     maps = [module for name, module in _checked(part, known).named_children() if name in names]
@@ -168,7 +168,7 @@ def swin_stream(model: Any) -> Stream:
     for stage in model.layers:
         if not isinstance(stage.downsample, nn.Identity):
             merging = stage.downsample
-            # The first version normalises, then maps; the second maps, then normalises.
+            # The first version normalizes, then maps; the second maps, then normalizes.
             first = type(merging) is swin_transformer.PatchMerging
             reads = Read(norms=(merging.norm,)) if first else Read(maps=(Slot(merging.reduction, "weight"),))
             events.append(Restart(reads))

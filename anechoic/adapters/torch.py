@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from anechoic.shortcut import Branch, Event, Read, Restart, Shortcut, Stream
 from anechoic.adapters.blocks import Twin, describe, prepare, refuse, register, through
+from anechoic.shortcut import Branch, Event, Read, Restart, Shortcut, Stream
 
 
 @register

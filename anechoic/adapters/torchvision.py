@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 from torchvision.models import resnet, vision_transformer
 
-from anechoic.shortcut import Branch, Event, Read, Shortcut, Slot, Stream
 from anechoic.adapters.blocks import Twin, describe, register, through
 from anechoic.adapters.resnets import projection_of, resnet_stream
+from anechoic.shortcut import Branch, Event, Read, Shortcut, Slot, Stream
 
 
 @register

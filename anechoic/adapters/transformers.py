@@ -1,6 +1,6 @@
 """transformers' ViT, ViTMAE, DeiT, DINOv2 and BEiT (pre-norm), and BERT (post-norm).
 
-The decoder of ViTMAE stays plain. A post-norm sum is renormalised at once, so in BERT the decay weighs a branch against
+The decoder of ViTMAE stays plain. A post-norm sum is renormalized at once, so in BERT the decay weighs a branch against
 its own input only, and no echo of the embedding fades with depth.
 """
 
@@ -17,8 +17,8 @@ from transformers.models.dinov2_with_registers import modeling_dinov2_with_regis
 from transformers.models.vit import modeling_vit as vit
 from transformers.models.vit_mae import modeling_vit_mae as vit_mae
 
-from anechoic.shortcut import Branch, Event, Read, Restart, Shortcut, Stream
 from anechoic.adapters.blocks import Twin, describe, keep_plain, register, through
+from anechoic.shortcut import Branch, Event, Read, Restart, Shortcut, Stream
 
 
 class _Layer(Twin):

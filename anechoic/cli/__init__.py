@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 
-from anechoic.cli.arguments import receipted
+from anechoic.cli.arguments import record_arguments
 
 # The verb as it is typed on the command line -> the module of this package that holds the function.
 VERBS = {
@@ -38,7 +38,7 @@ VERBS = {
     "import-weights": "shipping",
     "sweep": "reproducing",
     "reproduce": "reproducing",
-    "bench": "measuring",
+    "bench": "anechoic_lab.bench.command",
 }
 
 
@@ -48,5 +48,7 @@ TRAINING = ("pretrain", "train", "finetune")
 
 def verb(name: str) -> Callable:
     """The function behind a verb (`encode-latents` is `encode_latents`), its arguments in the outcome it returns."""
-    function = getattr(import_module(f"anechoic.cli.{VERBS[name]}"), name.replace("-", "_"))
-    return function if name in TRAINING else receipted(function)
+    function = getattr(
+        import_module(VERBS[name] if "." in VERBS[name] else f"anechoic.cli.{VERBS[name]}"), name.replace("-", "_")
+    )
+    return function if name in TRAINING else record_arguments(function)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from anechoic.outcome import Outcome
 
 
-def receipted(verb: Callable[..., Outcome]) -> Callable[..., Outcome]:
+def record_arguments(verb: Callable[..., Outcome]) -> Callable[..., Outcome]:
     """The verb with every argument in its outcome's config; what the verb itself says there counts more."""
     signature = inspect.signature(verb)
 
@@ -38,7 +38,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def forgiving(verb: Callable) -> Callable:
+def coerce_arguments(verb: Callable) -> Callable:
     """The verb for Python callers: text where a Path is wanted, one value or a list where several are."""
     hints = inspect.get_annotations(verb, eval_str=True)
     signature = inspect.signature(verb)

@@ -24,8 +24,8 @@ def demo(*, out: Path = Path("runs/demo"), samples: int = 64_000, seed: int = 0)
     import time
 
     from anechoic.pages.demo import ARMS, SOURCE, run_demo, table, verdict
-    from anechoic.pages.html import write_page
     from anechoic.pages.demo_page import demo_page
+    from anechoic.pages.html import write_page
     from anechoic.storage.files import write_json
 
     started = time.perf_counter()

@@ -19,8 +19,8 @@ from anechoic.outcome import Outcome
 
 if TYPE_CHECKING:
     from anechoic.eval.encoders import Encoder
+    from anechoic.eval.eval_data import EvalData
     from anechoic.eval.evaluator import EvalSpec, Evaluation
-    from anechoic.eval.eval_data import Labelled
 
 Pooling = Literal["class", "mean", "all"]
 Layers = tuple[int, ...] | Literal["all"]
@@ -84,27 +84,27 @@ def knn(
     temperature: float = 0.07,
     layers: Layers = (-1,),
     pooling: tuple[Pooling, ...] = (),
-    scaling: Literal["raw", "standardised", "whitened"] = "raw",
+    scaling: Literal["raw", "standardized", "whitened"] = "raw",
     baselines: bool = True,
     image_size: int | None = None,
     device: str = "auto",
     seed: int = 0,
 ) -> Outcome:
-    """Evaluate frozen features by a weighted vote of nearest neighbours (DINO's protocol), beside three baselines.
+    """Evaluate frozen features by a weighted vote of nearest neighbors (DINO's protocol), beside three baselines.
 
     Example: anechoic knn runs/mine --train photos/train --test photos/val
 
     Args:
         run: run, model or checkpoint directory, timm:NAME or hf:FOLDER.
-        train: labelled images that vote; a sub-folder's name, the column or array `label` is the label.
-        test: labelled images to classify; without it, a part of train is held out.
+        train: labeled images that vote; a sub-folder's name, the column or array `label` is the label.
+        test: labeled images to classify; without it, a part of train is held out.
         holdout: share of train to test on when there is no test data.
         model: timm:NAME or hf:FOLDER instead of a run.
-        k: numbers of neighbours; by default those of 10, 20, 100 and 200 that there are train samples for.
-        temperature: a neighbour's vote is exp(similarity / temperature).
+        k: numbers of neighbors; by default those of 10, 20, 100 and 200 that there are train samples for.
+        temperature: a neighbor's vote is exp(similarity / temperature).
         layers: layers to evaluate, or all.
         pooling: class, mean (of patches) or all (tokens); by default each that the model has.
-        scaling: raw, as the protocol has it; standardised, each channel to deviation 1 over the train images; or
+        scaling: raw, as the protocol has it; standardized, each channel to deviation 1 over the train images; or
             whitened, all directions (raw pixels have too many of them and are left out).
         baselines: also evaluate the untrained network, raw pixels and a constant.
         image_size: side of the images, if other than the model's own.
@@ -116,14 +116,14 @@ def knn(
     from anechoic.pages.tables import percent, text_table
 
     encoder = the_encoder(run, model, image_size)
-    labelled = open_parts(encoder, train, test, holdout, seed)
-    ks = neighbours(k, len(labelled.train or ()))
+    eval_data = open_parts(encoder, train, test, holdout, seed)
+    ks = neighbors(k, len(eval_data.train or ()))
     metric = "knn" if scaling == "raw" else f"knn_{scaling}"
     spec = EvalSpec(
-        (metric,), layers=layers, poolings=pooling, neighbours=ks, temperature=temperature, holdout=holdout, seed=seed
+        (metric,), layers=layers, poolings=pooling, neighbors=ks, temperature=temperature, holdout=holdout, seed=seed
     )
     left_out = ("raw pixels",) if scaling == "whitened" else ()
-    found = compared(encoder, labelled, spec, baselines=baselines, left_out=left_out, device=device)
+    found = compared(encoder, eval_data, spec, baselines=baselines, left_out=left_out, device=device)
     rows = [
         {**names_of(row), "accuracy": {str(k): value for k, value in row[f"{metric}_by_k"].items()}}
         for row in found.rows
@@ -162,10 +162,10 @@ def probe(
 
     Args:
         run: run, model or checkpoint directory, timm:NAME or hf:FOLDER.
-        train: labelled images to fit; a sub-folder's name, the column or array `label` is the label.
-        test: labelled images to classify; without it, a part of train is held out.
+        train: labeled images to fit; a sub-folder's name, the column or array `label` is the label.
+        test: labeled images to classify; without it, a part of train is held out.
         holdout: share of train to test on when there is no test data.
-        protocol: logistic (its regulariser chosen on held-out train data), in100 (the paper's ImageNet-100 probe), mae
+        protocol: logistic (its regularizer chosen on held-out train data), in100 (the paper's ImageNet-100 probe), mae
             (MAE's ImageNet-1K probe: augmented, so every epoch runs the encoder).
         model: timm:NAME or hf:FOLDER instead of a run.
         layers: layers to evaluate, or all; default the last, with --noise all.
@@ -191,12 +191,12 @@ def probe(
         metrics, text = noisy_outcome(found)
         return outcome(metrics, text + skipped_text(metrics["skipped"]), started, seed)
     encoder = the_encoder(run, model, image_size)
-    labelled = open_parts(encoder, train, test, holdout, seed)
+    eval_data = open_parts(encoder, train, test, holdout, seed)
     if not pooling:
         by_protocol: dict[str, tuple[Pooling, ...]] = {"in100": ("all",), "mae": ("class",), "logistic": ()}
         pooling = by_protocol[protocol] if "class" in encoder.poolings else ("mean",)
     spec = EvalSpec(("probe",), layers=layers or (-1,), poolings=pooling, **settings)
-    found = compared(encoder, labelled, spec, baselines=baselines and protocol != "mae", device=device)
+    found = compared(encoder, eval_data, spec, baselines=baselines and protocol != "mae", device=device)
     rows = [{**names_of(row), "accuracy": row["probe"], **without(row, "probe")} for row in found.rows]
     extra = [key for key in rows[0] if key not in ("encoder", "layer", "pooling", "accuracy", "curve", "held_out")]
     cells = [[*names_of(row).values(), percent(row["accuracy"]), *(row[key] for key in extra)] for row in rows]
@@ -208,7 +208,7 @@ def probe(
 
 
 def refuse_with_noise(*, run: str | None, model: str | None, pooling: tuple, image_size: int | None) -> None:
-    """What a denoiser's features cannot honour."""
+    """What a denoiser's features cannot honor."""
     if run is None or model is not None:
         raise UserError("--noise is for denoisers trained here: name a run directory, and no --model.")
     if pooling not in ((), ("mean",)):
@@ -221,13 +221,13 @@ def noisy_evaluation(
     run: str, train: str | None, test: str | None, holdout: float, spec: EvalSpec, *, device: str
 ) -> Evaluation:
     from anechoic.eval.denoisers import open_noisy
+    from anechoic.eval.eval_data import open_eval_data
     from anechoic.eval.evaluator import Evaluator
     from anechoic.eval.feature_cache import pick_device
-    from anechoic.eval.eval_data import open_labelled
 
     denoiser = open_noisy(run, device=pick_device(device))
-    labelled = open_labelled(train, test, holdout=holdout, seed=spec.seed, channels=denoiser.channels)
-    return Evaluator(spec, device=device).run(denoiser, labelled)
+    eval_data = open_eval_data(train, test, holdout=holdout, seed=spec.seed, channels=denoiser.channels)
+    return Evaluator(spec, device=device).run(denoiser, eval_data)
 
 
 def noisy_outcome(found: Evaluation) -> tuple[dict[str, Any], str]:
@@ -289,15 +289,15 @@ def refuse_swapped(run: str, data: str) -> None:
         raise UserError(f"{data} is a model and {run} is not: give the model first, then the images.")
 
 
-def open_parts(encoder: Encoder, train: str | None, test: str | None, holdout: float, seed: int) -> Labelled:
-    from anechoic.eval.eval_data import open_labelled
+def open_parts(encoder: Encoder, train: str | None, test: str | None, holdout: float, seed: int) -> EvalData:
+    from anechoic.eval.eval_data import open_eval_data
 
-    return open_labelled(train, test, holdout=holdout, seed=seed, channels=encoder.channels)
+    return open_eval_data(train, test, holdout=holdout, seed=seed, channels=encoder.channels)
 
 
 def compared(
     encoder: Encoder,
-    labelled: Labelled,
+    eval_data: EvalData,
     spec: EvalSpec,
     *,
     baselines: bool,
@@ -314,7 +314,7 @@ def compared(
         for other in others
         if other.name not in left_out
     ]
-    return evaluate_all([(encoder, spec), *of_output], labelled, device=device)
+    return evaluate_all([(encoder, spec), *of_output], eval_data, device=device)
 
 
 def usable_poolings(encoder: Encoder, asked: tuple[Pooling, ...]) -> tuple[Pooling, ...]:
@@ -322,7 +322,7 @@ def usable_poolings(encoder: Encoder, asked: tuple[Pooling, ...]) -> tuple[Pooli
     return tuple(pooling for pooling in asked if pooling in encoder.poolings)
 
 
-def neighbours(asked: tuple[int, ...], samples: int) -> tuple[int, ...]:
+def neighbors(asked: tuple[int, ...], samples: int) -> tuple[int, ...]:
     """As asked for, if there are as many; else the usual ones that there are."""
     from anechoic.eval.metrics.knn import KS
 

@@ -66,8 +66,8 @@ def analyze(
     """
     started = time.perf_counter()
     from anechoic.eval.encoders import baselines as baselines_of
+    from anechoic.eval.eval_data import open_maybe_labeled
     from anechoic.eval.evaluator import EvalSpec, Evaluator
-    from anechoic.eval.eval_data import open_maybe_labelled
 
     encoder, where = encoder_and_data(run, data, model, image_size)
     if runs:
@@ -76,23 +76,23 @@ def analyze(
         return outcome(*found, started, seed)
     if samples < 2:
         raise UserError(f"An analysis needs at least 2 samples, not {samples}.")
-    labelled = open_maybe_labelled(where, channels=encoder.channels)
+    eval_data = open_maybe_labeled(where, channels=encoder.channels)
     chosen = pooling or tuple(p for p in ("class", "mean") if p in encoder.poolings)
     spec = EvalSpec(
-        ("rank", "echo", "silhouette", "knn", "stream"), layers=layers, poolings=chosen, tested=samples, seed=seed
+        ("rank", "echo", "silhouette", "knn", "stream"), layers=layers, poolings=chosen, max_test=samples, seed=seed
     )
     evaluator = Evaluator(spec, device=device)
-    subject = evaluator.extract(encoder, labelled)
+    subject = evaluator.extract(encoder, eval_data)
     own = evaluator.measure(subject)
     rows = explained(encoder, own)
     for other in baselines_of(encoder, seed=seed) if baselines else []:
         # The echo is measured against layer 0, so a baseline's table has it too.
         of_baseline = replace(spec, layers=(0, -1), poolings=usable_poolings(other, chosen))
-        found_rows = explained(other, Evaluator(of_baseline, device=device).run(other, labelled))
+        found_rows = explained(other, Evaluator(of_baseline, device=device).run(other, eval_data))
         rows += [row for row in found_rows if row["layer"] == len(other.widths) - 1]
     metrics: dict[str, Any] = {"samples": own.counts["test_samples"], "rows": rows, "skipped": listed(own.skipped)}
-    if labelled.test_labels is not None:
-        metrics["classes"] = len(set(labelled.test_labels.tolist()))
+    if eval_data.test_labels is not None:
+        metrics["classes"] = len(set(eval_data.test_labels.tolist()))
     if figures is not None:
         from anechoic.pages.explanation import draw_all
 
@@ -115,7 +115,7 @@ def explained(encoder: Encoder, found: Evaluation) -> list[dict[str, Any]]:
 COLUMNS = {
     "rank_rows": "rank",
     "entropy_rows": "entropy",
-    "rank_columns": "rank, centred",
+    "rank_columns": "rank, centered",
     "cka": "CKA with 0",
     "cosine": "cosine with 0",
     "input_share": "input share",
@@ -134,7 +134,7 @@ def layer_text(metrics: Mapping[str, Any]) -> str:
     shown = {key: name for key, name in COLUMNS.items() if any(row.get(key) is not None for row in rows)}
     cells = [[*names_of(row).values(), *(row.get(key) for key in shown)] for row in rows]
     notes = (
-        f"{metrics['samples']} samples. rank = exp(entropy), each sample's mean removed as in the paper; centred: the "
+        f"{metrics['samples']} samples. rank = exp(entropy), each sample's mean removed as in the paper; centered: the "
         "mean over samples removed. Layer 0 is the embedding; input share is what is left of it on the identity path."
     )
     drawn = "".join(f"\n{path}" for path in metrics.get("figures", ()))

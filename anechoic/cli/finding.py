@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Page = Annotated[Path | None, tyro.conf.arg(aliases=["-o"])]
 Count = Annotated[int, tyro.conf.arg(aliases=["-k"])]
 Vector = Literal["class", "mean", "all", "flat"]
-Scaling = Literal["raw", "centred", "standardised", "whitened"]
+Scaling = Literal["raw", "centered", "standardized", "whitened"]
 # Outliers in the JSON; the page's list has every image.
 LISTED = 100
 
@@ -36,7 +36,7 @@ def search(
     output: Page = None,
     layer: int = -1,
     vector: Vector = "flat",
-    scaling: Scaling = "standardised",
+    scaling: Scaling = "standardized",
     engine: Literal["torch", "faiss"] = "torch",
     image_size: int | None = None,
     device: str = "auto",
@@ -57,8 +57,8 @@ def search(
         output: a page with the pictures, which opens from disk.
         layer: 0 is the embedding, k the k-th block, -1 the encoder's output.
         vector: all patches side by side (flat), the class token, the mean of the patches, or of all tokens; flat and
-            standardised searched best, measured with labels.
-        scaling: raw; centred to mean 0; standardised, each channel to deviation 1 too; or whitened, all directions.
+            standardized searched best, measured with labels.
+        scaling: raw; centered to mean 0; standardized, each channel to deviation 1 too; or whitened, all directions.
         engine: torch, or faiss, which needs an extra package; both are exact.
         image_size: side of the images, if other than the model's own.
         device: cpu, cuda, mps; auto takes an accelerator if there is one.
@@ -107,7 +107,7 @@ def explore(
     clusters: int | None = None,
     layer: int = -1,
     vector: Vector = "flat",
-    scaling: Scaling = "standardised",
+    scaling: Scaling = "standardized",
     image_size: int | None = None,
     device: str = "auto",
     workers: int = 0,
@@ -124,8 +124,8 @@ def explore(
         clusters: how many; by default the number with the best silhouette.
         layer: 0 is the embedding, k the k-th block, -1 the encoder's output.
         vector: all patches side by side (flat), the class token, the mean of the patches, or of all tokens; flat and
-            standardised searched best, measured with labels.
-        scaling: raw; centred to mean 0; standardised, each channel to deviation 1 too; or whitened, all directions.
+            standardized searched best, measured with labels.
+        scaling: raw; centered to mean 0; standardized, each channel to deviation 1 too; or whitened, all directions.
         image_size: side of the images, if other than the model's own.
         device: cpu, cuda, mps; auto takes an accelerator if there is one.
         workers: processes that decode ahead.
@@ -249,7 +249,7 @@ def explore_text(metrics: dict[str, Any]) -> str:
     lines = [
         f"{metrics['images']:,} images in {metrics['folders']:,} folders, as {metrics['encoder']} sees them "
         f"({metrics['vector']}).",
-        f"Near-duplicates (closer than {metrics['limit']['share']:.2f} of the distance to other neighbours): "
+        f"Near-duplicates (closer than {metrics['limit']['share']:.2f} of the distance to other neighbors): "
         f"{len(groups)} groups, {sum(len(group['images']) for group in groups)} images"
         + (f"; the closest are {', '.join(item['image'] for item in groups[0]['images'][:3])}." if groups else "."),
         f"Oddest: {', '.join(item['image'] for item in metrics['outliers'][:3])}.",

@@ -40,9 +40,9 @@ def finetune(
 
     Args:
         run: run, model or checkpoint directory of a masked autoencoder or vision transformer.
-        train: labelled images; a sub-folder's name, the column or array `label` is the label.
+        train: labeled images; a sub-folder's name, the column or array `label` is the label.
         out: the new run directory.
-        test: labelled images to test on at the end; without it, the held-out part of train counts.
+        test: labeled images to test on at the end; without it, the held-out part of train counts.
         epochs: passes over the data.
         batch_size: samples per update; by default up to 1024, fewer for little data.
         base_lr: learning rate per 256 samples of the batch.
@@ -116,8 +116,8 @@ def finetune_config(
     from anechoic.models.mae import MAEConfig
     from anechoic.models.vit import ViTConfig
     from anechoic.recipes.transfer import finetune_base_in1k
-    from anechoic.runtime.model_card import check_preprocess, config_of
     from anechoic.runtime.checkpoint import model_directory
+    from anechoic.runtime.model_card import check_preprocess, config_of
     from anechoic.storage.files import read_json
     from anechoic.storage.safe_io import of_kind
 
@@ -203,11 +203,11 @@ def named_size(encoder: Any) -> tuple[str, dict[str, Any]]:
 
 
 def accuracy_on(run: Path, train: str, test: str) -> float:
-    """Top-1 of the model on centre crops of the test images; classes are matched by name where they have names."""
+    """Top-1 of the model on center crops of the test images; classes are matched by name where they have names."""
     from anechoic.eval.encoders import run_encoder
+    from anechoic.eval.eval_data import open_eval_data
     from anechoic.eval.evaluator import EvalSpec, Evaluator
-    from anechoic.eval.eval_data import open_labelled
 
     encoder = run_encoder(run)
-    labelled = open_labelled(train, test, channels=encoder.channels)
-    return Evaluator(EvalSpec(("accuracy",))).run(encoder, labelled).network["accuracy"]
+    eval_data = open_eval_data(train, test, channels=encoder.channels)
+    return Evaluator(EvalSpec(("accuracy",))).run(encoder, eval_data).network["accuracy"]

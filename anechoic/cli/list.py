@@ -44,8 +44,8 @@ def recipes(name: str | None = None, /, *, filter: str = "") -> Outcome:
 
     from anechoic.config import to_json
     from anechoic.errors import UserError
-    from anechoic.recipes import recipe, table
     from anechoic.pages.tables import text_table
+    from anechoic.recipes import recipe, table
 
     if name is not None:
         config = to_json(recipe(name))

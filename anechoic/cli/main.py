@@ -25,8 +25,8 @@ from anechoic.cli.arguments import alternatives
 from anechoic.config import Section, checking, settings
 from anechoic.errors import UserError, nearest_name
 from anechoic.recipes import recipe, table
-from anechoic.runtime.subprocesses import end_with_whoever_started_me
 from anechoic.runtime.signals import InterruptedRun, leave
+from anechoic.runtime.subprocesses import exit_when_parent_exits
 
 USER_MISTAKE = 2
 READER_GONE = 128 + 13  # as a shell reports a process that SIGPIPE ended
@@ -134,7 +134,7 @@ def show(outcome: object, *, as_json: bool) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    end_with_whoever_started_me()
+    exit_when_parent_exits()
     if argv is None:  # this is the whole program
         warnings.showwarning = tell_warning
         logging.getLogger("anechoic").addHandler(Messages())

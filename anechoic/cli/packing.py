@@ -18,7 +18,7 @@ def shard(data: str, out: Path, /, *, labels: bool = False, shard_bytes: int = 1
         out: the new folder; give it, or its URL (s3://..., https://...), wherever images are asked for.
         labels: also write the classes.
         shard_bytes: size up to which a shard is filled.
-        channels: of images that are arrays and are written as PNG: 3 colour, 1 grey.
+        channels: of images that are arrays and are written as PNG: 3 color, 1 gray.
     """
     from tqdm.auto import tqdm
 

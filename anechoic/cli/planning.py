@@ -45,7 +45,7 @@ def plan(
         images: images of the data set, where the recipe counts epochs and its name does not tell.
         batch_size: samples per update, if other than the recipe's.
         accumulate: parts in which a batch is computed, if other than the recipe's.
-        fsdp: shard weights, gradients and optimiser over the devices.
+        fsdp: shard weights, gradients and optimizer over the devices.
         recompute: keep only each block's input for the backward pass.
         precision: of the matrix products.
         decoded_per_second: images that all processes can decode in a second, if that may be too slow.

@@ -49,11 +49,11 @@ def report(
     from anechoic.pages.html import machine_line, write_page
     from anechoic.pages.run_page import report_page
     from anechoic.pages.runs import open_run
-    from anechoic.pages.summary import comparison, summarise, unique_names
+    from anechoic.pages.summary import comparison, summarize, unique_names
 
     opened = [open_run(run) for run in runs]
     summaries = [
-        summarise(run, name=name, data=data, samples=samples, device=device, seed=seed)
+        summarize(run, name=name, data=data, samples=samples, device=device, seed=seed)
         for run, name in zip(opened, unique_names(opened), strict=True)
     ]
     compared = comparison(summaries) if len(runs) > 1 else []
@@ -78,7 +78,7 @@ def serve(
     upload_mb: int = 20,
     queue: int = 32,
 ) -> Outcome:
-    """Show a run live in the browser: its training, stop and resume; then neighbours and reconstructions of any image.
+    """Show a run live in the browser: its training, stop and resume; then neighbors and reconstructions of any image.
 
     The same is a JSON API, described in /openapi.json: /embed, /search, /reconstruct, /patches, /sample. It needs the
     packages of the extra web. Ctrl-C ends it; a training that was resumed on the page saves and ends too.

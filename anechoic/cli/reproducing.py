@@ -47,8 +47,8 @@ def sweep(
         vary: a setting and its values, such as shortcut.alpha_min 0.5 0.6 or model.options.depth 4 8; may be repeated.
         fix: a setting and its one value in every trial, such as optim.samples 20000; may be repeated.
         seeds: how many seeds, counted from 0.
-        train: labelled images to evaluate by; without them only the training itself is recorded.
-        test: labelled images to classify.
+        train: labeled images to evaluate by; without them only the training itself is recorded.
+        test: labeled images to classify.
         out: a record for each trial is written to out/records, its run to out/runs.
         data: folder that relative names of data start from; default the environment variable ANECHOIC_DATA, or here.
         jobs: processes at once; default one for each core.
@@ -56,14 +56,14 @@ def sweep(
     """
     from dataclasses import replace
 
+    from anechoic.recipes import recipe as recipe_by_name
     from anechoic.sweeps.sweep import Folders, with_settings
     from anechoic.sweeps.sweep import vary as combinations
     from anechoic.sweeps.trial import EvalPlan
-    from anechoic.recipes import recipe as recipe_by_name
 
     check_counts(seeds, jobs)
     if bool(train) != bool(test):
-        raise UserError("Evaluation needs labelled images to fit and others to classify: give both --train and --test.")
+        raise UserError("Evaluation needs labeled images to fit and others to classify: give both --train and --test.")
     grid = {}
     for name, *values in vary:
         if name == "seed":
@@ -121,17 +121,17 @@ def reproduce(
         report: write the pages and pictures of what has records into this folder, and run nothing.
         verify: run the trial of this record again and compare every number.
     """
-    from anechoic_lab import catalogue
+    from anechoic_lab import catalog
 
     if verify is not None:
         return verified(verify, runs, data_root(data))
     check_counts(seeds, jobs)
-    grids = catalogue.choose(what, scale)
+    grids = catalog.choose(what, scale)
     root = results if scale == "pocket" else results / "full"
     if report is not None:
+        from anechoic.storage.files import make_folder
         from anechoic_lab.pages import has_records, write_index, write_page
         from anechoic_lab.tally import write_tally
-        from anechoic.storage.files import make_folder
 
         make_folder(report)
         at = "" if scale == "pocket" else f" --scale {scale}"
@@ -153,16 +153,16 @@ def reproduced(
     grids: Sequence[Any], scale: str, results: Path, runs: Path, root: Path, seeds: int, jobs: int | None, dry: bool
 ) -> Outcome:
     """Each grid in turn: its missing trials, then its table."""
-    from anechoic_lab import catalogue
-    from anechoic_lab.statistics import Records
     from anechoic.sweeps.sweep import Folders
+    from anechoic_lab import catalog
     from anechoic_lab.markdown_tables import difference_table, measured_table
+    from anechoic_lab.statistics import Records
 
     texts: list[str] = []
     metrics: dict[str, Any] = {}
     failed: dict[str, str] = {}
     for grid in grids:
-        trials = grid.trials(catalogue.variants(grid, scale), seeds)
+        trials = grid.trials(catalog.variants(grid, scale), seeds)
         folders = Folders(results / grid.group, runs / grid.group, root)
         if dry:
             found = planned(trials, folders, jobs, accelerator=scale == "full")
@@ -183,11 +183,11 @@ def verified(path: Path, runs: Path, root: Path) -> Outcome:
     """The record's trial trained and evaluated anew; every number beside the recorded one."""
     import tempfile
 
-    from anechoic.sweeps.trial import run_trial, trial_from_json
+    from anechoic.storage.files import make_folder
+    from anechoic.sweeps.trial import read_record, run_trial, trial_from_json
     from anechoic_lab.verify import compare, verdict_text
-    from anechoic.storage.files import make_folder, read_json
 
-    record = read_json(path)
+    record = read_record(path)
     trial = trial_from_json(record)
     if "metrics" not in record:
         raise UserError(f"{path} describes a trial but has no numbers to repeat: give a record that a sweep wrote.")
@@ -244,8 +244,8 @@ def with_samples(config: Any, root: Path) -> Any:
 def planned(trials: Sequence[Trial], folders: Folders, jobs: int | None, *, accelerator: bool = False) -> Outcome:
     """The trials with their estimated time, and which are done."""
     from anechoic.sweeps.sweep import cores_for, duration, estimates, training_flops
-    from anechoic_lab.markdown_tables import line
     from anechoic.sweeps.trial import finished
+    from anechoic_lab.markdown_tables import line
 
     seconds = estimates(trials, folders) if not accelerator else {}
     rows, left = [], 0.0
@@ -289,8 +289,8 @@ def check_source(source: str, root: Path) -> None:
 
 def summary(trials: Sequence[Trial], folders: Folders) -> str:
     """One line per variant: the mean over seeds of every plain number, with its interval."""
-    from anechoic_lab.statistics import Records
     from anechoic_lab.markdown_tables import line
+    from anechoic_lab.statistics import Records
 
     records = Records(folders.records)
     variants = list(dict.fromkeys(trial.variant for trial in trials))

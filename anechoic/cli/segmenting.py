@@ -84,8 +84,8 @@ def segment(
         if figures is not None and segmenting is encoder:
             from anechoic.pages.figures import draw_maps
 
-            title = "first three eigenvectors, one colour scale for all images"
-            drawn = draw_maps(found.pixels, found.colours, figures / "eigenvectors", title=title)
+            title = "first three eigenvectors, one color scale for all images"
+            drawn = draw_maps(found.pixels, found.colors, figures / "eigenvectors", title=title)
             rows[-1]["figures"] = [str(path) for path in drawn]
     header = ["encoder", "mIoU, Hungarian", "mIoU, greedy", "accuracy, Hungarian", "accuracy, greedy"]
     cells = [

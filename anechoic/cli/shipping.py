@@ -24,12 +24,12 @@ def export(run: Path, /, *, to: Target, out: Path, check: str = "", fold: bool =
         run: run, model or checkpoint directory; of a masked autoencoder the encoder is exported.
         to: timm, transformers and hub-folder get the network folded to plain shortcuts, with a final norm.
         out: the folder to write; it must not exist.
-        check: images to compare on (default: the embedded scenes, for colour networks, or digits).
+        check: images to compare on (default: the embedded scenes, for color networks, or digits).
         fold: fold the network also for safetensors, onnx and torch-export.
     """
-    from anechoic.weights.exporting import encoder_of, export_model, is_decayed
     from anechoic.runtime.checkpoint import load
     from anechoic.surgery import fold as folded
+    from anechoic.weights.exporting import encoder_of, export_model, is_decayed
 
     started = time.perf_counter()
     model = encoder_of(load(run))
@@ -74,7 +74,7 @@ def check_images(model: Any, source: str) -> tuple[Tensor, str]:
         image_size=how.image_size,
         batch_size=8,
         seed=0,
-        augment=Augment(kind="centre"),
+        augment=Augment(kind="center"),
         shuffle=False,
         drop_last=False,
     )
@@ -104,13 +104,13 @@ def import_weights(
         alpha_min: what a decayed network was trained with, where its file does not say.
         num_heads: heads of the attention, where the size is not a published one.
         decoder_num_heads: heads of the decoder of a masked autoencoder (16 unless told).
-        norm_pix: whether a masked autoencoder predicts normalised patches (true unless told).
+        norm_pix: whether a masked autoencoder predicts normalized patches (true unless told).
         mask_ratio: share of the patches it hides (0.75 unless told).
         num_classes: classes of a SiT or U-ViT, without the null label.
     """
-    from anechoic.weights.importing import import_checkpoint
-    from anechoic.weights.checkpoint_metadata import Choices
     from anechoic.runtime.checkpoint import model_card, write_model
+    from anechoic.weights.checkpoint_metadata import Choices
+    from anechoic.weights.importing import import_checkpoint
 
     started = time.perf_counter()
     if out.exists():

@@ -63,7 +63,7 @@ def pretrain(
         data: digits, scenes, emoji, a folder, list, zip, tar, parquet, npz, or hf:NAME.
         out: the run directory.
         image_size: side of the images the model sees; default by the images.
-        channels: 3 for colour, 1 for grey.
+        channels: 3 for color, 1 for gray.
         model: a mae_ model that `anechoic models` lists; default by the number of images.
         model_options: options of the model, such as dim=48 depth=2.
         epochs: passes over the data.
@@ -96,7 +96,7 @@ def pretrain(
     config = replace(
         config,
         init_from=str(init_from or ""),
-        monitor=replace(config.monitor, knn=knn),
+        validation=replace(config.validation, knn=knn),
         data=replace(config.data, workers=workers),
     )
     check_and_introduce(config, out, size=size, sized=model is None, chosen=alpha_min is None, dry_run=dry_run)

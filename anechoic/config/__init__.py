@@ -73,13 +73,13 @@ class DataConfig(Section):
     image_size: Count = 224
     """side of the square images given to the model"""
     channels: Count = 3
-    """1 for grey, 3 for colour"""
+    """1 for gray, 3 for color"""
     mean: tuple[float, ...] | None = None
-    """per channel, subtracted from values in 0..1 (default: ImageNet's for colour, else 0.5)"""
+    """per channel, subtracted from values in 0..1 (default: ImageNet's for color, else 0.5)"""
     std: tuple[float, ...] | None = None
-    """per channel, divided by (default: ImageNet's for colour, else 0.5)"""
-    augment: Literal["crop", "centre", "none"] = "crop"
-    """random resized crop, centre crop, or a plain resize"""
+    """per channel, divided by (default: ImageNet's for color, else 0.5)"""
+    augment: Literal["crop", "center", "none"] = "crop"
+    """random resized crop, center crop, or a plain resize"""
     scale: tuple[float, float] = (0.2, 1.0)
     """share of the image's area a random crop takes"""
     flip: bool = True
@@ -120,7 +120,7 @@ class ShortcutConfig(Section):
 @dataclass(frozen=True)
 class ObjectiveConfig(Section):
     name: str = "masked_reconstruction"
-    """what is minimised"""
+    """what is minimized"""
     options: Options = field(default_factory=dict)
     """options of the objective; they add to the recipe's"""
 
@@ -131,7 +131,7 @@ Algorithm = Literal["adamw", "muon"]
 @dataclass(frozen=True)
 class OptimConfig(Section):
     algorithm: Algorithm = "adamw"
-    """what moves the weights; muon: the matrices of blocks and skips by orthogonalised momentum, the rest by AdamW"""
+    """what moves the weights; muon: the matrices of blocks and skips by orthogonalized momentum, the rest by AdamW"""
     batch_size: Count = 1024
     """samples per update, over all processes and accumulated parts"""
     epochs: Positive | None = None
@@ -156,7 +156,7 @@ class OptimConfig(Section):
     """of Muon (Nesterov)"""
     weight_decay: NotNegative = 0.05
     """decoupled weight decay"""
-    decayed: Literal["matrices", "all"] = "matrices"
+    weight_decay_on: Literal["matrices", "all"] = "matrices"
     """decay tensors of two or more dimensions, or every parameter"""
     exempt: tuple[str, ...] = ()
     """names of parameters that are not decayed all the same"""
@@ -177,7 +177,7 @@ class OptimConfig(Section):
 
 
 @dataclass(frozen=True)
-class MonitorConfig(Section):
+class ValidationConfig(Section):
     every: Count | None = None
     """samples between two validations on the held-out part (default: twenty, at least ten updates apart)"""
     knn: Whole = 0
@@ -207,7 +207,7 @@ class Config(Section):
     shortcut: ShortcutConfig = field(default_factory=ShortcutConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
     init_from: str = ""
     """a run, model or checkpoint directory whose weights this run starts from"""
@@ -216,7 +216,7 @@ class Config(Section):
     devices: Count | None = None
     """processes that share a batch (default: one per accelerator, else one)"""
     fsdp: bool = False
-    """share weights, gradients and optimiser out over the processes (FSDP2) instead of keeping all of them in each"""
+    """share weights, gradients and optimizer out over the processes (FSDP2) instead of keeping all of them in each"""
     threads: Count | None = None
     """threads per process (default: all cores for one process, one each for several)"""
     precision: Literal["float32", "bfloat16"] | None = None
@@ -225,8 +225,8 @@ class Config(Section):
     """compile the model with torch.compile"""
     recompute: bool = False
     """keep only each block's input for the backward pass and compute the rest again: less memory, more time"""
-    unfused: bool = False
-    """compute every block module by module, never fused: slower, for comparison"""
+    fused: bool = True
+    """compute blocks by fused functions where they apply; off is slower, for comparison"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -254,15 +254,23 @@ def to_json(config: Section) -> dict[str, Any]:
     return plain
 
 
-# Settings that had another name in earlier versions: their runs and records go on.
-RENAMED = {"watch": "monitor", "plain": "unfused"}
-RENAMED_SHORTCUT = {"fade_in": "anneal"}
+# Names of settings in earlier versions, whose runs and records still load: section ("" is the top) -> old -> new.
+RENAMED = {
+    "": {"watch": "validation", "monitor": "validation", "plain": "unfused"},
+    "shortcut": {"fade_in": "anneal"},
+    "optim": {"decayed": "weight_decay_on"},
+}
 
 
 def from_json(values: Mapping[str, Any]) -> Config:
-    values = {RENAMED.get(name, name): value for name, value in values.items()}
-    if isinstance(values.get("shortcut"), Mapping):
-        values["shortcut"] = {RENAMED_SHORTCUT.get(name, name): value for name, value in values["shortcut"].items()}
+    values = {RENAMED[""].get(name, name): value for name, value in values.items()}
+    for section in RENAMED.keys() & values.keys():
+        if isinstance(values[section], Mapping):
+            values[section] = {RENAMED[section].get(name, name): value for name, value in values[section].items()}
+    if "unfused" in values:
+        values["fused"] = not values.pop("unfused")
+    if isinstance(values.get("data"), Mapping) and values["data"].get("augment") == "centre":
+        values["data"] = {**values["data"], "augment": "center"}
     return from_mapping(Config, values)
 
 
@@ -323,7 +331,7 @@ def resolve(
             f"The data has {size} samples, {holdout} of them held out, less than a batch of {optim.batch_size}: "
             "lower optim.batch_size or data.holdout."
         )
-    colour = data.channels == 3
+    color = data.channels == 3
     devices = config.devices or max(1, accelerators)
     check_shares(optim, devices)
     if workers is None:
@@ -333,8 +341,8 @@ def resolve(
         config,
         data=replace(
             data,
-            mean=data.mean or (IMAGENET_MEAN if colour else (0.5,) * data.channels),
-            std=data.std or (IMAGENET_STD if colour else (0.5,) * data.channels),
+            mean=data.mean or (IMAGENET_MEAN if color else (0.5,) * data.channels),
+            std=data.std or (IMAGENET_STD if color else (0.5,) * data.channels),
             holdout=holdout,
             workers=workers if data.workers is None else data.workers,
             size=size - holdout,
@@ -345,10 +353,10 @@ def resolve(
             samples=samples,
             lr=optim.base_lr * optim.batch_size / 256 if optim.lr is None else optim.lr,
         ),
-        monitor=replace(
-            config.monitor,
-            every=config.monitor.every or max(10 * optim.batch_size, samples // 20),
-            report=config.monitor.report or max(optim.batch_size, samples // 200),
+        validation=replace(
+            config.validation,
+            every=config.validation.every or max(10 * optim.batch_size, samples // 20),
+            report=config.validation.report or max(optim.batch_size, samples // 200),
         ),
         save=replace(config.save, every=config.save.every or max(10 * optim.batch_size, samples // 20)),
         devices=devices,

@@ -12,13 +12,13 @@ from pathlib import Path
 from anechoic.data.archives import open_shard_pattern, open_tar, open_zip
 from anechoic.data.arrays import Array, open_array
 from anechoic.data.augment import Augment
-from anechoic.data.pixel_cache import cache_dir
 from anechoic.data.content_checksums import Contents
-from anechoic.data.decode import Undecodable, decode
+from anechoic.data.decoding import Undecodable, decode
 from anechoic.data.embedded import Scenes, open_digits, open_scenes
 from anechoic.data.emoji import open_emoji
 from anechoic.data.files import open_folder, open_list, open_paths
 from anechoic.data.loader import Batch, Loader
+from anechoic.data.pixel_cache import cache_dir
 from anechoic.data.remote_files import is_url
 from anechoic.data.shards import INDEX, open_indexed, open_remote
 from anechoic.data.source import IMAGE_SUFFIXES, BadImage, EncodedSource, Source, Subset, common_labels
@@ -71,7 +71,7 @@ def open_source(
     `digits`, `scenes`, `emoji` (each with `:train` or `:test`, scenes also with `:NUMBER`, emoji with `:style=NAME` and
     `:label=thing`); a folder, searched to any depth; a text list; .zip, .tar, shards-{000..127}.tar (also by URL); a
     folder of `anechoic shard`, or its URL; .parquet or a folder of them; .npz, .npy; `hf:NAME[:split]`; an image.
-    channels: 3 RGB, 1 grey, 4 with alpha, any number for arrays. size and seed are for scenes only.
+    channels: 3 RGB, 1 gray, 4 with alpha, any number for arrays. size and seed are for scenes only.
     """
     if isinstance(source, Source):
         return source

@@ -24,8 +24,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from anechoic.data.decoding import Undecodable, decode
 from anechoic.data.pixel_cache import cache_dir, read_cached, write_cached
-from anechoic.data.decode import Undecodable, decode
 from anechoic.data.remote_files import Place, filesystem, is_url, name_of, open_place, size_of, stamp_of
 from anechoic.data.source import (
     BadImage,
@@ -242,7 +242,7 @@ def open_zip(path: Path, *, labels: bool, channels: int) -> Packed:
 
 
 def open_tar(path: Path, *, labels: bool, channels: int) -> Packed:
-    """A plain tar of images, its folders the classes; a single WebDataset shard is recognised by its .cls files."""
+    """A plain tar of images, its folders the classes; a single WebDataset shard is recognized by its .cls files."""
     names, members = list_tar(path)
     if any(name.endswith(".cls") for name in names):
         return open_shards([path], labels=labels, channels=channels)

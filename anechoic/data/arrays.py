@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anechoic.data.decode import MAX_ASPECT, MAX_PIXELS
+from anechoic.data.decoding import MAX_ASPECT, MAX_PIXELS
+from anechoic.data.pixels import luminance, sixteen_to_eight
 from anechoic.data.source import Source, check_labels, digest
 from anechoic.errors import UserError
-from anechoic.data.pixels import luminance, sixteen_to_eight
 from anechoic.storage.safe_io import open_regular, reason, refuse_bomb
 
 FINGERPRINT_BYTES = 1 << 20

@@ -1,4 +1,4 @@
-"""From images of any size to a batch of one size: random resized crop, padded crop, centre crop; uint8 in, uint8 out.
+"""From images of any size to a batch of one size: random resized crop, padded crop, center crop; uint8 in, uint8 out.
 
 One route for every device: each sample is resampled on the CPU in integer arithmetic, so a crop is the same bits
 wherever and in whatever batch it is made. SPEC of the crops: He et al. 2022 (pre-training and linear probe).
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from anechoic.errors import UserError
 from anechoic.data.preprocess import MARGIN, evaluation_side, middle, resize
-from anechoic.rng import Draws
+from anechoic.errors import UserError
+from anechoic.rng import SampleGenerator
 
-KINDS = ("crop", "pad", "centre", "none")
+KINDS = ("crop", "pad", "center", "none")
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Augment:
       does not fit is drawn again, `tries` times in all, then the middle is taken; tries=1 is the single-draw variant,
       which cuts the box's sides to the image's instead.
     pad: the image at its shorter side = image_size, `padding` black pixels around it, a random window.
-    centre: the shorter side resized to image_size * 256 / 224, then the middle. resize="auto" does not enlarge an image
+    center: the shorter side resized to image_size * 256 / 224, then the middle. resize="auto" does not enlarge an image
       to get that margin (32-pixel images evaluated at 32 pixels stay as they are); resize="margin" always does.
     none: the shorter side resized to image_size, then the middle.
     flip: mirror half of the visits; by default for crop and pad only.
     """
 
-    kind: Literal["crop", "pad", "centre", "none"] = "crop"
+    kind: Literal["crop", "pad", "center", "none"] = "crop"
     scale: tuple[float, float] = (0.2, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     flip: bool | None = None
@@ -59,11 +59,11 @@ class Augment:
     def flips(self) -> bool:
         return self.kind in ("crop", "pad") if self.flip is None else self.flip
 
-    def __call__(self, images: Sequence[Tensor], *, image_size: int, draws: Draws) -> Tensor:
+    def __call__(self, images: Sequence[Tensor], *, image_size: int, generator: SampleGenerator) -> Tensor:
         """uint8 images (C, H_i, W_i) -> uint8 (B, C, image_size, image_size), by their samples' random numbers."""
         if self.kind == "crop":
             sizes = np.array([image.shape[1:] for image in images])
-            boxes = crop_boxes(sizes, draws, scale=self.scale, ratio=self.ratio, tries=self.tries).tolist()
+            boxes = crop_boxes(sizes, generator, scale=self.scale, ratio=self.ratio, tries=self.tries).tolist()
             views = [
                 image[:, top : top + h, left : left + w] for image, (top, left, h, w) in zip(images, boxes, strict=True)
             ]
@@ -71,33 +71,33 @@ class Augment:
         else:
             batch = torch.stack([self._middle(image, image_size) for image in images])
             if self.kind == "pad":
-                batch = self._shift(batch, draws)
+                batch = self._shift(batch, generator)
         if self.flips:
-            chosen = draws.uniform("flip", 1)[:, 0] < 0.5
+            chosen = generator.uniform("flip", 1)[:, 0] < 0.5
             batch[chosen] = batch[chosen].flip(-1)
         return batch
 
     def _middle(self, image: Tensor, image_size: int) -> Tensor:
-        """The shorter side resized, then the centre square."""
+        """The shorter side resized, then the center square."""
         height, width = image.shape[1:]
         shorter = image_size
-        if self.kind == "centre":
+        if self.kind == "center":
             shorter = round(image_size * MARGIN)
             if self.resize == "auto":
                 shorter = evaluation_side(height, width, image_size)
         return middle(image, image_size, shorter=shorter)
 
-    def _shift(self, batch: Tensor, draws: Draws) -> Tensor:
+    def _shift(self, batch: Tensor, generator: SampleGenerator) -> Tensor:
         size = batch.shape[-1]
         padded = F.pad(batch, (self.padding,) * 4)
-        corners = draws.integers("shift", 2 * self.padding + 1, 2).tolist()
+        corners = generator.integers("shift", 2 * self.padding + 1, 2).tolist()
         return torch.stack(
             [image[:, top : top + size, left : left + size] for image, (top, left) in zip(padded, corners, strict=True)]
         )
 
 
 def crop_boxes(
-    sizes: np.ndarray, draws: Draws, *, scale: tuple[float, float], ratio: tuple[float, float], tries: int
+    sizes: np.ndarray, generator: SampleGenerator, *, scale: tuple[float, float], ratio: tuple[float, float], tries: int
 ) -> np.ndarray:
     """Sizes (B, 2) as (H, W) -> boxes (B, 4) as (top, left, height, width), integers.
 
@@ -106,7 +106,7 @@ def crop_boxes(
     whose aspect lies within ratio.
     """
     H, W = sizes[:, :1].astype(np.float64), sizes[:, 1:].astype(np.float64)
-    area_share, aspect_share = np.moveaxis(draws.uniform("crop", tries, 2).numpy().astype(np.float64), -1, 0)
+    area_share, aspect_share = np.moveaxis(generator.uniform("crop", tries, 2).numpy().astype(np.float64), -1, 0)
     area = H * W * (scale[0] + (scale[1] - scale[0]) * area_share)
     aspect = np.exp(math.log(ratio[0]) + (math.log(ratio[1]) - math.log(ratio[0])) * aspect_share)
     widths, heights = np.rint(np.sqrt(area * aspect)), np.rint(np.sqrt(area / aspect))
@@ -117,7 +117,7 @@ def crop_boxes(
     fits = (widths <= W) & (heights <= H)
     first = fits.argmax(axis=1)[:, None]
     width, height = np.take_along_axis(widths, first, 1)[:, 0], np.take_along_axis(heights, first, 1)[:, 0]
-    place = draws.uniform("place", 2).numpy().astype(np.float64)
+    place = generator.uniform("place", 2).numpy().astype(np.float64)
     top = np.floor(place[:, 0] * (H[:, 0] - height + 1))
     left = np.floor(place[:, 1] * (W[:, 0] - width + 1))
 

@@ -1,6 +1,6 @@
 """Two data sets that need no download: scikit-learn's handwritten digits, and procedural scenes without end.
 
-A scene shows one textured shape of ten kinds at a random place, size, turn and colour on a textured ground. Colours and
+A scene shows one textured shape of ten kinds at a random place, size, turn and color on a textured ground. Colors and
 places say nothing about the kind, so comparing pixels does not help; the outline alone decides.
 """
 
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from anechoic.data.arrays import Array
+from anechoic.data.pixels import luminance
 from anechoic.data.source import BadImage, Source, digest
 from anechoic.errors import UserError
-from anechoic.data.pixels import luminance
-from anechoic.rng import Draws
+from anechoic.rng import SampleGenerator
 
 SPLITS = ("train", "test")
 KINDS = ("disc", "ring", "square", "triangle", "bar", "cross", "star", "crescent", "half", "dots")
@@ -133,23 +133,23 @@ def kind_of(number: Any) -> Any:
 
 def draw_scenes(ids: Tensor, *, size: int, seed: int) -> tuple[Tensor, Tensor]:
     """Scene numbers (B,) -> images uint8 (B, 3, size, size) and the shape's coverage of each pixel (B, size, size)."""
-    draws = Draws(seed, ids, torch.zeros_like(ids)).uniform("scene", 40)
+    generator = SampleGenerator(seed, ids, torch.zeros_like(ids)).uniform("scene", 40)
     axis = (torch.arange(size) + 0.5) * (2 / size) - 1
     x, y = axis[None, None, :], axis[None, :, None]
 
-    radius = 0.38 + 0.3 * draws[:, 0]
-    turn = 2 * math.pi * draws[:, 1]
+    radius = 0.38 + 0.3 * generator[:, 0]
+    turn = 2 * math.pi * generator[:, 1]
     # The shape may lose a little over the edge, never its middle.
     reach = (1.12 - radius).clamp(max=0.7)
-    left, top = reach * (2 * draws[:, 2] - 1), reach * (2 * draws[:, 3] - 1)
+    left, top = reach * (2 * generator[:, 2] - 1), reach * (2 * generator[:, 3] - 1)
     dx, dy = (x - _each(left)) / _each(radius), (y - _each(top)) / _each(radius)
     cosine, sine = _each(torch.cos(turn)), _each(torch.sin(turn))
     cover = _cover(kind_of(ids), cosine * dx + sine * dy, cosine * dy - sine * dx, scale=_each(radius) * (size / 2))
 
-    ground, shape = draws[:, 4:7], (draws[:, 4:7] + 0.5 + 0.3 * (draws[:, 7:10] - 0.5)) % 1
+    ground, shape = generator[:, 4:7], (generator[:, 4:7] + 0.5 + 0.3 * (generator[:, 7:10] - 0.5)) % 1
     images = torch.lerp(
-        _texture(x, y, ground, draws[:, 10:25]),
-        _texture(x, y, shape, draws[:, 25:40]),
+        _texture(x, y, ground, generator[:, 10:25]),
+        _texture(x, y, shape, generator[:, 25:40]),
         cover[:, None],
     )
     return (images * 255).round().clamp(0, 255).to(torch.uint8), cover
@@ -160,16 +160,20 @@ def _each(values: Tensor) -> Tensor:
     return values[:, None, None]
 
 
-def _texture(x: Tensor, y: Tensor, colour: Tensor, draws: Tensor) -> Tensor:
-    """(B, 3, H, W): two random waves, making anything between stripes and checks, tint the colour (B, 3)."""
+def _texture(x: Tensor, y: Tensor, color: Tensor, generator: Tensor) -> Tensor:
+    """(B, 3, H, W): two random waves, making anything between stripes and checks, tint the color (B, 3)."""
     waves = []
     for k in (0, 3):
-        angle, cycles, phase = 2 * math.pi * draws[:, k], 1 + 2.5 * draws[:, k + 1], 2 * math.pi * draws[:, k + 2]
+        angle, cycles, phase = (
+            2 * math.pi * generator[:, k],
+            1 + 2.5 * generator[:, k + 1],
+            2 * math.pi * generator[:, k + 2],
+        )
         along = _each(torch.cos(angle) * cycles * math.pi) * x + _each(torch.sin(angle) * cycles * math.pi) * y
         waves.append(torch.sin(along + _each(phase)))
-    pattern = torch.lerp(waves[0], waves[0] * waves[1], _each(draws[:, 6]))
-    tint = 0.75 * (draws[:, 7:10] - 0.5)
-    return colour[:, :, None, None] + tint[:, :, None, None] * pattern[:, None]
+    pattern = torch.lerp(waves[0], waves[0] * waves[1], _each(generator[:, 6]))
+    tint = 0.75 * (generator[:, 7:10] - 0.5)
+    return color[:, :, None, None] + tint[:, :, None, None] * pattern[:, None]
 
 
 def _cover(kinds: Tensor, u: Tensor, v: Tensor, *, scale: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Emoji: 1,030 things, each drawn by five hands, embedded in the package. The hand changes the pixels, not the thing.
 
 `emoji` is all 5,150 drawings of 48 x 48. Words after it choose: `train` and `test` split the things, `style=` and
-`without=` the hands, `label=` what a label is. Licences are in emoji_sheets/ATTRIBUTION.md.
+`without=` the hands, `label=` what a label is. Licenses are in emoji_sheets/ATTRIBUTION.md.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Emoji(Array):
         self.facets = facets
 
     def name(self, index: int) -> str:
-        catalogue = read_index()
-        return f"{catalogue['styles'][self.facets['style'][index]]}/{catalogue['names'][self.facets['thing'][index]]}"
+        catalog = read_index()
+        return f"{catalog['styles'][self.facets['style'][index]]}/{catalog['names'][self.facets['thing'][index]]}"
 
 
 def open_emoji(rest: list[str], *, labels: bool, channels: int) -> Emoji:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from anechoic.data.decoding import IGNORED_SUFFIXES
 from anechoic.data.pixel_cache import cache_dir, read_cached, write_cached
-from anechoic.data.decode import IGNORED_SUFFIXES
 from anechoic.data.source import (
     EncodedSource,
     Names,

@@ -10,7 +10,7 @@ from torch import Tensor
 from anechoic.data.augment import Augment
 from anechoic.data.loader import Loader
 from anechoic.data.source import Source, digest
-from anechoic.rng import Draws
+from anechoic.rng import SampleGenerator
 
 
 class Prepared(Source):
@@ -27,8 +27,8 @@ class Prepared(Source):
 
     @classmethod
     def of(cls, source: Source, *, image_size: int, seed: int) -> Prepared:
-        """Every readable image of a source, its centre crop; seed: for latents, which are drawn."""
-        loader = Loader(source, image_size=image_size, batch_size=256, seed=seed, augment=Augment(kind="centre"))
+        """Every readable image of a source, its center crop; seed: for latents, which are drawn."""
+        loader = Loader(source, image_size=image_size, batch_size=256, seed=seed, augment=Augment(kind="center"))
         batches = list(loader)
         return cls(torch.cat([b.images for b in batches]), torch.cat([b.ids for b in batches]), source)
 
@@ -42,5 +42,5 @@ class Prepared(Source):
         return self.images[index]
 
 
-def as_they_are(images: Sequence[Tensor], *, image_size: int, draws: Draws) -> Tensor:
+def as_they_are(images: Sequence[Tensor], *, image_size: int, generator: SampleGenerator) -> Tensor:
     return torch.stack(list(images))

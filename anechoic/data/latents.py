@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from anechoic.data.arrays import numpy_damage
+from anechoic.data.preprocess import Preprocess
 from anechoic.data.source import BadImage, Source, check_labels, digest
 from anechoic.errors import UserError
-from anechoic.data.preprocess import Preprocess
-from anechoic.rng import Draws
+from anechoic.rng import SampleGenerator
 from anechoic.storage.files import write_aside
 from anechoic.storage.fingerprint import hash_tensors
 from anechoic.storage.safe_io import of_kind, read_table, refuse_giants, refuse_odd_files, refuse_unbacked
@@ -111,7 +111,7 @@ def draw_latents(moments: Tensor, noise: Tensor, *, scale: float) -> Tensor:
 
 
 def crop_square(image: Tensor, size: int) -> Tensor:
-    """uint8 (C, H, W), grey or colour -> (C, size, size): halved (box) while twice as large, bicubic, then the centre.
+    """uint8 (C, H, W), gray or color -> (C, size, size): halved (box) while twice as large, bicubic, then the center.
 
     The crop of Dhariwal & Nichol 2021, which the published latent models were trained on, done by the same library.
     """
@@ -297,13 +297,13 @@ class DrawLatents:
 
     scale: float
 
-    def __call__(self, images: Sequence[Tensor], *, image_size: int, draws: Draws) -> Tensor:
+    def __call__(self, images: Sequence[Tensor], *, image_size: int, generator: SampleGenerator) -> Tensor:
         """B moments (2 C, h, w) -> (B, C, h, w) float32."""
         stacked = torch.stack(list(images))
         doubled, height, width = stacked.shape[1:]
         if (height, width) != (image_size, image_size):
             raise UserError(f"These latents are {height} x {width}: set the image size to {height}, not {image_size}.")
-        return draw_latents(stacked, draws.normal("latent", doubled // 2, height, width), scale=self.scale)
+        return draw_latents(stacked, generator.normal("latent", doubled // 2, height, width), scale=self.scale)
 
 
 def matching_scale(card: LatentCard, vae: Any, *, given: float | None = None) -> float:

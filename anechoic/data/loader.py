@@ -24,7 +24,7 @@ from anechoic.data.augment import Augment
 from anechoic.data.pixel_cache import stored
 from anechoic.data.source import BadImage, Source, Transform
 from anechoic.errors import UserError
-from anechoic.rng import Draws
+from anechoic.rng import SampleGenerator
 
 # Larger images are reduced by 2, 4 or 8 while their shorter side stays at least 1.75 times image_size: a square crop of
 # a third of the area then has as many pixels as are asked for, and the smallest usual one, a fifth, is enlarged at most
@@ -52,7 +52,7 @@ def min_side_for(image_size: int) -> int:
 def permutation(count: int, *, seed: int, epoch: int) -> Tensor:
     """The order of an epoch, int64 (count,): samples sorted by a random word each."""
     ids = torch.arange(count)
-    words = Draws(seed, ids, torch.full_like(ids, epoch)).words("order", 1)[:, 0]
+    words = SampleGenerator(seed, ids, torch.full_like(ids, epoch)).words("order", 1)[:, 0]
     return torch.argsort(words, stable=True)
 
 
@@ -102,7 +102,7 @@ class _Batches(Dataset):
         if not images:
             return None, bad
         ids, visits = torch.tensor([index for _, index in rows]), visits[[row for row, _ in rows]]
-        pixels = self.augment(images, image_size=self.image_size, draws=Draws(self.seed, ids, visits))
+        pixels = self.augment(images, image_size=self.image_size, generator=SampleGenerator(self.seed, ids, visits))
         labels = None if self.source.labels is None else torch.from_numpy(self.source.labels[ids.numpy()])
         return Batch(pixels, ids, visits, labels), bad
 
@@ -203,7 +203,7 @@ class Loader:
             image_size=image_size,
             batch_size=batch_size,
             seed=seed,
-            augment=source.transform or augment or Augment("crop" if shuffle else "centre"),
+            augment=source.transform or augment or Augment("crop" if shuffle else "center"),
             shuffle=shuffle,
             epoch_length=self.num_samples,
             start=start,
@@ -253,14 +253,14 @@ def naming_killed_workers() -> Iterator[None]:
     except (RuntimeError, ConnectionResetError, EOFError) as problem:
         if isinstance(problem, RuntimeError) and "DataLoader worker" not in str(problem):
             raise
-        _hear_no_more_of_children()
+        ignore_sigchld()
         raise UserError(
             "A process that decodes images was ended from outside, as the system does when memory runs out: give the "
             "same command again, or fewer data.workers."
         ) from problem
 
 
-def _hear_no_more_of_children() -> None:
+def ignore_sigchld() -> None:
     """torch raises the same death again when the next worker ends, be it while the program exits."""
     if hasattr(signal, "SIGCHLD") and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

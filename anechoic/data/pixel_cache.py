@@ -28,7 +28,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from anechoic.data.decode import decoders
+from anechoic.data.decoding import decoders
 from anechoic.data.source import BadImage, EncodedSource, Source, Subset, digest, refuse_too_many
 from anechoic.errors import UserError
 from anechoic.storage.files import flush, sweep_leftovers, write_aside

@@ -1,4 +1,4 @@
-"""A picture in memory to pixels: Pillow images and arrays of any colour mode, depth and orientation to uint8.
+"""A picture in memory to pixels: Pillow images and arrays of any color mode, depth and orientation to uint8.
 
 It reads no file; data/decoding.py turns bytes into what is taken here.
 """
@@ -61,7 +61,7 @@ def with_axis(pixels: np.ndarray) -> np.ndarray:
 def plain(image: Image.Image) -> np.ndarray:
     """A loaded Pillow image of any mode as uint8 (H, W, 1 | 2 | 3 | 4)."""
     if image.mode in ("L", "LA", "RGB", "RGBA"):
-        # A PNG may name one grey or colour as transparent instead of carrying an alpha channel.
+        # A PNG may name one gray or color as transparent instead of carrying an alpha channel.
         if "transparency" in image.info and image.mode in ("L", "RGB"):
             return np.asarray(image.convert("RGBA"))
         return with_axis(np.asarray(image))
@@ -113,15 +113,15 @@ def to_channels(pixels: np.ndarray, channels: int) -> np.ndarray:
     have = pixels.shape[2]
     if have == channels:
         return pixels
-    colour, alpha = (pixels[..., :-1], pixels[..., -1:]) if have in (2, 4) else (pixels, None)
+    color, alpha = (pixels[..., :-1], pixels[..., -1:]) if have in (2, 4) else (pixels, None)
     if alpha is not None and channels in (1, 3):
-        wide = colour.astype(np.uint32) * alpha + 255 * (255 - alpha.astype(np.uint32))
-        colour, alpha = ((wide + 127) // 255).astype(np.uint8), None
-    if colour.shape[2] == 1 and channels >= 3:
-        colour = np.repeat(colour, 3, axis=2)
-    elif colour.shape[2] == 3 and channels < 3:
-        colour = luminance(colour)
+        wide = color.astype(np.uint32) * alpha + 255 * (255 - alpha.astype(np.uint32))
+        color, alpha = ((wide + 127) // 255).astype(np.uint8), None
+    if color.shape[2] == 1 and channels >= 3:
+        color = np.repeat(color, 3, axis=2)
+    elif color.shape[2] == 3 and channels < 3:
+        color = luminance(color)
     if channels in (2, 4):
-        alpha = np.full_like(colour[..., :1], 255) if alpha is None else alpha
-        return np.concatenate([colour, alpha], axis=2)
-    return colour
+        alpha = np.full_like(color[..., :1], 255) if alpha is None else alpha
+        return np.concatenate([color, alpha], axis=2)
+    return color

@@ -1,4 +1,4 @@
-"""How images become a network's input and back: the only place that cuts to its size and normalises pixels.
+"""How images become a network's input and back: the only place that cuts to its size and normalizes pixels.
 
 A model directory carries it in its config.json, so whoever uses the weights prepares images as they were trained on.
 """
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from anechoic.errors import UserError
 from anechoic.data.pixels import as_pixels
+from anechoic.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class Preprocess:
         """(B, C, H, W) as the network sees it -> pixel values, in 0 .. 1 if they were; not clamped."""
         return x * _per_channel(self.std, x) + _per_channel(self.mean, x)
 
-    def renormalise(self, pixels: Tensor) -> Tensor:
+    def renormalize(self, pixels: Tensor) -> Tensor:
         """Pixel values (B, C, H, W) in 0 .. 1 -> as the network sees them: what `invert` undoes."""
-        return normalise(pixels, self.mean, self.std)
+        return normalize(pixels, self.mean, self.std)
 
     def __call__(self, images: Any) -> Tensor:
         """Pictures of any size -> the network's input (B, C, image_size, image_size), as it is evaluated.
@@ -98,7 +98,7 @@ class Preprocess:
         mean, std = (", ".join(f"{value:.4g}" for value in values) for values in (self.mean, self.std))
         return (
             f"shorter side to {round(self.image_size * MARGIN)} (bicubic, antialiased; smaller images are enlarged to "
-            f"{self.image_size} only), centre {self.image_size} x {self.image_size}, {self.channels} channels, "
+            f"{self.image_size} only), center {self.image_size} x {self.image_size}, {self.channels} channels, "
             f"divided by 255, minus ({mean}), divided by ({std})"
         )
 
@@ -112,7 +112,7 @@ def evaluation_side(height: int, width: int, image_size: int) -> int:
 
 
 def middle(image: Tensor, image_size: int, *, shorter: int) -> Tensor:
-    """uint8 (C, H, W): the shorter side resized, then the centre square of image_size."""
+    """uint8 (C, H, W): the shorter side resized, then the center square of image_size."""
     height, width = image.shape[1:]
     if min(height, width) != shorter:
         longer = int(shorter * max(height, width) / min(height, width))
@@ -129,7 +129,7 @@ def resize(image: Tensor, height: int, width: int) -> Tensor:
     return F.interpolate(image[None], size=(height, width), mode="bicubic", antialias=True)[0]
 
 
-def normalise(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+def normalize(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
     """(pixels - mean) / std of float images (B, C, H, W); one mean and std a channel, or one for all."""
     return (pixels - _per_channel(mean, pixels)) / _per_channel(std, pixels)
 

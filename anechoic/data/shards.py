@@ -23,7 +23,7 @@ from torch import Tensor
 
 from anechoic.data.archives import CHECKED_TAR, MEMBER, Packed, expand_braces, open_shards, packed_class
 from anechoic.data.arrays import numpy_damage, read_npz
-from anechoic.data.decode import Undecodable, decode
+from anechoic.data.decoding import Undecodable, decode
 from anechoic.data.remote_files import filesystem, is_url
 from anechoic.data.source import BadImage, EncodedSource, Names, Source, check_labels, digest, refuse_exhaustion
 from anechoic.errors import UserError

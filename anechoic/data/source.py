@@ -19,9 +19,9 @@ import numpy as np
 from torch import Tensor
 
 from anechoic.data.content_checksums import Contents
-from anechoic.data.decode import IGNORED_SUFFIXES, IMAGE_SUFFIXES, Undecodable, decode
+from anechoic.data.decoding import IGNORED_SUFFIXES, IMAGE_SUFFIXES, Undecodable, decode
 from anechoic.errors import UserError
-from anechoic.rng import Draws
+from anechoic.rng import SampleGenerator
 
 log = logging.getLogger("anechoic")
 
@@ -41,7 +41,7 @@ class BadImage(Exception):
 class Transform(Protocol):
     """Samples of a batch and their random numbers -> one tensor (B, C, image_size, image_size)."""
 
-    def __call__(self, images: Sequence[Tensor], *, image_size: int, draws: Draws) -> Tensor: ...
+    def __call__(self, images: Sequence[Tensor], *, image_size: int, generator: SampleGenerator) -> Tensor: ...
 
 
 class Source(ABC):

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from anechoic.errors import UserError
-from anechoic.rng import Draws
+from anechoic.rng import SampleGenerator
 
 
 def hold_out(size: int, count: int, *, seed: int = 0, group: int = 1) -> tuple[np.ndarray, np.ndarray]:
@@ -18,8 +18,8 @@ def hold_out(size: int, count: int, *, seed: int = 0, group: int = 1) -> tuple[n
         kept, held_out = hold_out(size // group, -(-count // group), seed=seed)
         members = np.arange(group)
         return (kept[:, None] * group + members).ravel(), (held_out[:, None] * group + members).ravel()
-    draws = Draws(seed, torch.arange(size), torch.zeros(size, dtype=torch.int64))
-    order = draws.words("holdout", 1)[:, 0].argsort(stable=True).numpy()
+    generator = SampleGenerator(seed, torch.arange(size), torch.zeros(size, dtype=torch.int64))
+    order = generator.words("holdout", 1)[:, 0].argsort(stable=True).numpy()
     return np.sort(order[count:]), np.sort(order[:count])
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from anechoic.data.decode import Undecodable
+from anechoic.data.decoding import Undecodable
 from anechoic.data.source import EncodedSource, check_labels, digest, number_classes
 from anechoic.errors import UserError
 from anechoic.storage.safe_io import read_regular, reason, refuse_odd_files

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from anechoic.data import latents
 from anechoic.data.arrays import read_npz
+from anechoic.data.preprocess import Preprocess
 from anechoic.diffusion.process import LinearFlow, Process, process_named, process_of
 from anechoic.diffusion.samplers import Guidance, check_sampler, sample_batch, samplers_for
 from anechoic.errors import UserError
 from anechoic.models import build
-from anechoic.data.preprocess import Preprocess
 from anechoic.models.sit import SiT
 from anechoic.models.uvit import UViT
 from anechoic.runtime.checkpoint import load
@@ -133,7 +133,7 @@ def find_guidance(request: Request, model: UViT | SiT) -> Guidance | None:
 
 @dataclass(frozen=True)
 class Decoder:
-    """Network space -> uint8 images: through the autoencoder for latents, else by undoing the normalisation."""
+    """Network space -> uint8 images: through the autoencoder for latents, else by undoing the normalization."""
 
     preprocess: Preprocess
     vae: Any = None
@@ -199,7 +199,7 @@ def _generate_into(request: Request, folder: str, progress: bool) -> dict[str, A
     """Runs in each of several processes: its share of the images goes to a file, the first one's receipt back."""
     torch.set_num_threads(1)
     with join() as world:
-        part = _generate_part(request, rank=world.rank, world_size=world.size, progress=progress and world.is_first)
+        part = _generate_part(request, rank=world.rank, world_size=world.size, progress=progress and world.is_rank_zero)
     np.save(Path(folder) / f"{world.rank}.npy", part.pixels.numpy())
     return part.receipt
 
@@ -321,7 +321,7 @@ def read_receipt(path: str) -> dict[str, Any] | None:
 
 
 def to_picture(pixels: Tensor) -> Any:
-    """uint8 (C, H, W) -> a Pillow image, grey for one channel."""
+    """uint8 (C, H, W) -> a Pillow image, gray for one channel."""
     from PIL import Image
 
     array = pixels.permute(1, 2, 0).numpy()

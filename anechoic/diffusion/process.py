@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anechoic.errors import UserError
-from anechoic.rng import Draws
+from anechoic.rng import SampleGenerator
 
 
 def per_sample(values: Tensor, x: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Process(ABC):
         """The time of a noise level, from 0 (the image itself) to 1 (pure noise)."""
 
     @abstractmethod
-    def draw_time(self, draws: Draws) -> Tensor:
+    def draw_time(self, generator: SampleGenerator) -> Tensor:
         """(B,) times to train at, one for each sample."""
 
     @abstractmethod
@@ -122,8 +122,8 @@ class ContinuousVP(NoisePredicting):
     def time_of_noise(self, level: Tensor) -> Tensor:
         return level
 
-    def draw_time(self, draws: Draws) -> Tensor:
-        return draws.uniform("time")
+    def draw_time(self, generator: SampleGenerator) -> Tensor:
+        return generator.uniform("time")
 
     def network_time(self, t: Tensor) -> Tensor:
         return 999 * t
@@ -166,8 +166,8 @@ class DiscreteLatent(NoisePredicting):
     def time_of_noise(self, level: Tensor) -> Tensor:
         return self.num_steps * level
 
-    def draw_time(self, draws: Draws) -> Tensor:
-        return (draws.integers("time", self.num_steps) + 1).to(torch.float32)
+    def draw_time(self, generator: SampleGenerator) -> Tensor:
+        return (generator.integers("time", self.num_steps) + 1).to(torch.float32)
 
     def network_time(self, t: Tensor) -> Tensor:
         return t
@@ -192,8 +192,8 @@ class LinearFlow(Process):
     def time_of_noise(self, level: Tensor) -> Tensor:
         return 1 - level
 
-    def draw_time(self, draws: Draws) -> Tensor:
-        return draws.uniform("time")
+    def draw_time(self, generator: SampleGenerator) -> Tensor:
+        return generator.uniform("time")
 
     def network_time(self, t: Tensor) -> Tensor:
         return t
@@ -218,15 +218,15 @@ def process_named(name: str) -> Process:
 # ---- objectives -----------------------------------------------------------------------------------------------------
 
 # (model, batch with images and labels, draws) -> {"loss": scalar}
-Objective = Callable[[Any, Any, Draws], dict[str, Tensor]]
+Objective = Callable[[Any, Any, SampleGenerator], dict[str, Tensor]]
 
 
-def drop_labels(labels: Tensor, draws: Draws, *, probability: float, null: int) -> Tensor:
+def drop_labels(labels: Tensor, generator: SampleGenerator, *, probability: float, null: int) -> Tensor:
     """(B,) labels, each replaced by the null class with the given probability."""
-    return torch.where(draws.uniform("label-drop") < probability, null, labels)
+    return torch.where(generator.uniform("label-drop") < probability, null, labels)
 
 
-def training_labels(config: Any, labels: Tensor | None, draws: Draws) -> Tensor | None:
+def training_labels(config: Any, labels: Tensor | None, generator: SampleGenerator) -> Tensor | None:
     """What a network of this config is told: nothing, the labels, or the labels with some of them dropped."""
     if config.num_classes is None:
         return None
@@ -236,7 +236,7 @@ def training_labels(config: Any, labels: Tensor | None, draws: Draws) -> Tensor 
         )
     if config.label_dropout == 0:
         return labels
-    return drop_labels(labels, draws, probability=config.label_dropout, null=config.num_classes)
+    return drop_labels(labels, generator, probability=config.label_dropout, null=config.num_classes)
 
 
 def denoising(process: Process) -> Objective:
@@ -245,11 +245,11 @@ def denoising(process: Process) -> Objective:
     Time, noise and label drop of a sample are functions of (seed, sample, visit).
     """
 
-    def loss(model: Any, batch: Any, draws: Draws) -> dict[str, Tensor]:
+    def loss(model: Any, batch: Any, generator: SampleGenerator) -> dict[str, Tensor]:
         images = batch.images
-        labels = training_labels(model.config, batch.labels, draws)
-        noise = draws.normal("noise", *images.shape[1:]).to(images)
-        t = process.draw_time(draws)
+        labels = training_labels(model.config, batch.labels, generator)
+        noise = generator.normal("noise", *images.shape[1:]).to(images)
+        t = process.draw_time(generator)
         prediction = model(process.mix(images, noise, t), process.network_time(t), labels)
         return {"loss": F.mse_loss(prediction.float(), process.target(images, noise).float())}
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from anechoic.diffusion.process import ContinuousVP, DiscreteLatent, LinearFlow, NoisePredicting, Process
 from anechoic.errors import UserError
-from anechoic.rng import Draws
+from anechoic.rng import SampleGenerator
 
 Denoiser = Callable[[Tensor, Tensor], Tensor]
 StepNoise = Callable[[int], Tensor]
@@ -136,7 +136,7 @@ def log_snr_layout(process: Process, evaluations: int, *, order: int, end: float
 
 
 def time_layout(process: Process, evaluations: int, *, order: int, end: float) -> list[Tensor]:
-    """evaluations + 1 knots uniform in time, grouped: the nodes of a step of order k are k + 1 neighbouring knots."""
+    """evaluations + 1 knots uniform in time, grouped: the nodes of a step of order k are k + 1 neighboring knots."""
     knots = torch.linspace(process.noisiest, end, evaluations + 1, dtype=torch.float64)
     steps, position = [], 0
     for k in solver_orders(evaluations, order=order):
@@ -376,7 +376,7 @@ def sample_batch(
     """
 
     def normal(purpose: str, step: int) -> Tensor:
-        return Draws(seed, ids, torch.full_like(ids, step)).normal(purpose, *shape)
+        return SampleGenerator(seed, ids, torch.full_like(ids, step)).normal(purpose, *shape)
 
     denoise = NetworkDenoiser(model, process, labels=labels, guidance=guidance, null=null, tick=tick)
     with torch.inference_mode():

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from anechoic.data import latents
+from anechoic.data.preprocess import Preprocess
 from anechoic.diffusion.generate import find_process, open_denoiser
 from anechoic.diffusion.process import Process, encode
 from anechoic.errors import UserError
 from anechoic.eval.encoders import Encoder
 from anechoic.eval.features import Pooling, layer_widths
-from anechoic.data.preprocess import Preprocess
-from anechoic.rng import Draws
+from anechoic.rng import SampleGenerator
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class NoisyEncoder(Encoder):
         x = self.preprocess.apply(images) if self.to_input is None else self.to_input(images)
         if self.level == 0:
             return x
-        draws = Draws(self.seed, ids.to(x.device), torch.full_like(ids, self.part).to(x.device))
+        generator = SampleGenerator(self.seed, ids.to(x.device), torch.full_like(ids, self.part).to(x.device))
         t = self.process.time_of_noise(torch.tensor(self.level, device=x.device))
-        return self.process.mix(x, draws.normal("probe", *x.shape[1:]), t)
+        return self.process.mix(x, generator.normal("probe", *x.shape[1:]), t)
 
     def for_part(self, part: int) -> NoisyEncoder:
         return replace(self, part=part)

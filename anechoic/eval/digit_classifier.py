@@ -1,6 +1,6 @@
 """A small scikit-learn classifier of handwritten digits, which evaluates generated digits and lends its features.
 
-It reads 8 x 8 grey images and is fitted in seconds on the embedded digits; it says nothing of anything else.
+It reads 8 x 8 gray images and is fitted in seconds on the embedded digits; it says nothing of anything else.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ SIDE = 8
 
 
 def to_pixels(images: Tensor) -> np.ndarray:
-    """uint8 images (B, C, H, W) -> (B, 64) grey values in 0..1, averaged down to 8 x 8."""
-    grey = images.to(torch.float32).mean(dim=1, keepdim=True) / 255
-    if grey.shape[-2:] != (SIDE, SIDE):
-        grey = F.interpolate(grey, size=(SIDE, SIDE), mode="bilinear", antialias=True)
-    return grey.flatten(1).numpy(force=True)
+    """uint8 images (B, C, H, W) -> (B, 64) gray values in 0..1, averaged down to 8 x 8."""
+    gray = images.to(torch.float32).mean(dim=1, keepdim=True) / 255
+    if gray.shape[-2:] != (SIDE, SIDE):
+        gray = F.interpolate(gray, size=(SIDE, SIDE), mode="bilinear", antialias=True)
+    return gray.flatten(1).numpy(force=True)
 
 
 def read_digits(part: str) -> tuple[np.ndarray, np.ndarray]:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from anechoic.errors import UserError
-from anechoic.eval.metrics.analysis import pearson
 from anechoic.eval.encoders import run_encoder
+from anechoic.eval.eval_data import open_eval_data
 from anechoic.eval.evaluator import EvalSpec, Evaluator
 from anechoic.eval.features import Pooling
-from anechoic.eval.eval_data import open_labelled
+from anechoic.eval.metrics.analysis import pearson
 from anechoic.runtime.checkpoint import checkpoints
 
 
@@ -40,15 +40,15 @@ def dynamics(
 ) -> dict[str, list[dict[str, Any]]]:
     """points: a row per run and checkpoint; correlations: a row per `seen` at which every run has a checkpoint.
 
-    Rank is that of the last layer on the test part, row-centred as in the paper and column-centred beside it.
+    Rank is that of the last layer on the test part, row-centered as in the paper and column-centered beside it.
     """
     evaluator = Evaluator(EvalSpec((metric, "rank"), poolings=(pooling,), seed=seed), device=device)
     points = []
     for run in runs:
         for path in checkpoints_of(run):
             encoder = run_encoder(path)
-            labelled = open_labelled(train, test, holdout=holdout, seed=seed, channels=encoder.channels)
-            (row,) = evaluator.run(encoder, labelled).rows
+            eval_data = open_eval_data(train, test, holdout=holdout, seed=seed, channels=encoder.channels)
+            (row,) = evaluator.run(encoder, eval_data).rows
             config: Any = encoder.model.config
             spectrum = ("entropy_rows", "rank_rows", "entropy_columns", "rank_columns")
             points.append(
@@ -72,10 +72,10 @@ def correlations(points: Sequence[dict[str, Any]], *, num_runs: int) -> list[dic
             continue
         accuracy = [point["accuracy"] for point in here]
         row: dict[str, Any] = {"seen": seen, "runs": len(here)}
-        for centre in ("rows", "columns"):
-            found = pearson([point[f"entropy_{centre}"] for point in here], accuracy)
+        for center in ("rows", "columns"):
+            found = pearson([point[f"entropy_{center}"] for point in here], accuracy)
             # JSON has no NaN: what is not defined (few runs, equal values) is None.
             ends = (("r", found.r), ("low", found.low), ("high", found.high))
-            row |= {f"{name}_{centre}": None if math.isnan(value) else value for name, value in ends}
+            row |= {f"{name}_{center}": None if math.isnan(value) else value for name, value in ends}
         rows.append(row)
     return rows

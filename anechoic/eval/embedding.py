@@ -15,13 +15,13 @@ from torch import Tensor
 
 from anechoic.data import Source, open_source
 from anechoic.data.files import open_paths
+from anechoic.data.pixels import as_pixels
 from anechoic.data.source import IMAGE_SUFFIXES, digest
 from anechoic.errors import UserError
 from anechoic.eval.encoders import Encoder, encoder_of, open_encoder
 from anechoic.eval.feature_cache import features_of
 from anechoic.eval.features import Pooling
 from anechoic.models.network import Network
-from anechoic.data.pixels import as_pixels
 from anechoic.runtime.checkpoint import load as load_network
 
 

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anechoic.config import IMAGENET_MEAN, IMAGENET_STD
+from anechoic.data.preprocess import Preprocess
 from anechoic.errors import UserError
 from anechoic.eval.features import Pooling, layer_widths, poolings_of, prefix_tokens, trunk
-from anechoic.data.preprocess import Preprocess
 from anechoic.storage.fingerprint import hash_tensors
 from anechoic.storage.safe_io import of_kind, read_table, reason, refuse_giants, refuse_odd_files, refuse_unbacked
 

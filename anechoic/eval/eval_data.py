@@ -17,7 +17,7 @@ from anechoic.eval.features import Key
 
 
 @dataclass(frozen=True)
-class Labelled:
+class EvalData:
     """Two sources and their labels; train is None where a part of test is held out in its place."""
 
     train: Source | None
@@ -26,10 +26,10 @@ class Labelled:
     test_labels: np.ndarray | None
     classes: tuple[str, ...] | None = None
 
-    def first(self, *, fitted: int | None, tested: int | None) -> Labelled:
+    def first(self, *, max_train: int | None, max_test: int | None) -> EvalData:
         """At most so many samples of each part, evenly spaced, so that ordered data gives every class its share."""
-        train, train_labels = _part(self.train, self.train_labels, fitted) if self.train else (None, None)
-        test, test_labels = _part(self.test, self.test_labels, tested)
+        train, train_labels = _part(self.train, self.train_labels, max_train) if self.train else (None, None)
+        test, test_labels = _part(self.test, self.test_labels, max_test)
         return replace(self, train=train, train_labels=train_labels, test=test, test_labels=test_labels)
 
     @property
@@ -77,9 +77,9 @@ def split_features(sets: Mapping[Key, np.ndarray], labels: np.ndarray, share: fl
 # ---- opening
 
 
-def open_labelled(
+def open_eval_data(
     train: str | None, test: str | None, *, holdout: float = 0.2, seed: int = 0, channels: int = 3
-) -> Labelled:
+) -> EvalData:
     """Two sources, or one of which a seeded part is held out for testing."""
     if train is None:
         raise UserError(
@@ -90,28 +90,28 @@ def open_labelled(
         return split(first, holdout=holdout, seed=seed)
     second = open_source(test, labels=True, channels=channels)
     train_labels, test_labels, classes = common_labels(first, second)
-    return checked(Labelled(first, second, train_labels, test_labels, classes))
+    return checked(EvalData(first, second, train_labels, test_labels, classes))
 
 
-def split(source: Source, *, holdout: float, seed: int) -> Labelled:
+def split(source: Source, *, holdout: float, seed: int) -> EvalData:
     """The source in two parts; the labels' numbering stays."""
     train, test = hold_out_share(len(source), holdout, seed=seed)
     labels, _, classes = common_labels(source, source)
-    return checked(Labelled(Subset(source, train), Subset(source, test), labels[train], labels[test], classes))
+    return checked(EvalData(Subset(source, train), Subset(source, test), labels[train], labels[test], classes))
 
 
-def checked(labelled: Labelled) -> Labelled:
-    assert labelled.train_labels is not None
-    if len(np.unique(labelled.train_labels)) < 2:
+def checked(eval_data: EvalData) -> EvalData:
+    assert eval_data.train_labels is not None
+    if len(np.unique(eval_data.train_labels)) < 2:
         raise UserError("The train data has one class only, so nothing can be told apart; give at least two classes.")
-    return labelled
+    return eval_data
 
 
-def open_maybe_labelled(where: str, *, channels: int) -> Labelled:
+def open_maybe_labeled(where: str, *, channels: int) -> EvalData:
     """One source as the tested part, with labels if the data has them."""
     try:
         source = open_source(where, labels=True, channels=channels)
     except UserError:
         # Either there are no labels, which is fine here, or no data, which the second attempt reports.
         source = open_source(where, channels=channels)
-    return Labelled(None, source, None, source.labels, source.classes)
+    return EvalData(None, source, None, source.labels, source.classes)

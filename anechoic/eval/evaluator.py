@@ -1,4 +1,4 @@
-"""Evaluation of frozen features: a spec says what is measured, `Evaluator(spec).run(encoder, labelled)` measures it.
+"""Evaluation of frozen features: a spec says what is measured, `Evaluator(spec).run(encoder, labeled)` measures it.
 
 Everybody who evaluates (verbs, demo, sweeps and the paper's tables, training dynamics, the monitor of a run) chooses a
 spec and words the result. A metric is one function in a file of this room and one row of METRICS; it knows features and
@@ -18,12 +18,12 @@ import torch
 
 from anechoic.config import Count, Positive, Section, Share, Whole
 from anechoic.errors import UserError, nearest_name
-from anechoic.eval.metrics.analysis import exact_device
 from anechoic.eval.denoisers import Denoiser, NoisyEncoder
 from anechoic.eval.encoders import Encoder
+from anechoic.eval.eval_data import EvalData, Split, split_features
 from anechoic.eval.feature_cache import Features, features_of, pick_device, usable_poolings
 from anechoic.eval.features import Key, Pooling, choose_layers
-from anechoic.eval.eval_data import Labelled, Split, split_features
+from anechoic.eval.metrics.analysis import exact_device
 
 Layers = tuple[int, ...] | Literal["all"]
 
@@ -42,10 +42,10 @@ class Metric(NamedTuple):
 
 METRICS = {
     "knn": Metric("anechoic.eval.metrics.knn:knn_metric"),
-    "knn_standardised": Metric("anechoic.eval.metrics.knn:standardised_knn_metric"),
+    "knn_standardized": Metric("anechoic.eval.metrics.knn:standardized_knn_metric"),
     "knn_whitened": Metric("anechoic.eval.metrics.knn:whitened_knn_metric"),
     "retrieval": Metric("anechoic.eval.metrics.retrieval:retrieval_metric"),
-    "retrieval_standardised": Metric("anechoic.eval.metrics.retrieval:standardised_retrieval_metric"),
+    "retrieval_standardized": Metric("anechoic.eval.metrics.retrieval:standardized_retrieval_metric"),
     "retrieval_whitened": Metric("anechoic.eval.metrics.retrieval:whitened_retrieval_metric"),
     "group_vote": Metric("anechoic.eval.metrics.retrieval:group_metric"),
     "probe": Metric("anechoic.eval.metrics.probe_protocols:probe_metric"),
@@ -74,10 +74,10 @@ class EvalSpec(Section):
     """0 is the embedding, k the k-th block, -1 the encoder's output"""
     poolings: tuple[Pooling, ...] = ()
     """class, mean (of patches) or all (tokens); () is each that the encoder has"""
-    neighbours: tuple[Count, ...] = ()
+    neighbors: tuple[Count, ...] = ()
     """votes of k-NN; () is 20, or as many as there are"""
     temperature: Positive = 0.07
-    """a neighbour's vote is exp(similarity / temperature)"""
+    """a neighbor's vote is exp(similarity / temperature)"""
     protocol: Literal["logistic", "in100", "mae"] = "logistic"
     """of the linear probe: converged, as the paper on ImageNet-100, or as MAE on ImageNet-1K"""
     epochs: Count | None = None
@@ -86,11 +86,11 @@ class EvalSpec(Section):
     """of in100 (1024) and mae (16384); never more than there are samples"""
     noise: tuple[Share, ...] = ()
     """levels at which a denoiser's features are read"""
-    fitted: Count | None = None
+    max_train: Count | None = None
     """at most so many train samples, evenly spaced"""
-    tested: Count | None = None
+    max_test: Count | None = None
     """at most so many test samples, evenly spaced"""
-    spectrum: Count | None = None
+    rank_samples: Count | None = None
     """samples whose effective rank is measured, from the first"""
     holdout: Share = 0.2
     """share of a single source that is tested where a metric needs two parts"""
@@ -109,7 +109,7 @@ class Subject:
     """What metrics measure: an encoder, its data, and its features of both parts (none for metrics of the network)."""
 
     encoder: Encoder
-    labelled: Labelled
+    eval_data: EvalData
     spec: EvalSpec
     device: torch.device
     train: Features | None = None
@@ -125,7 +125,7 @@ class Subject:
     def labels(self) -> np.ndarray | None:
         """Of the tested features."""
         assert self.test is not None
-        return None if self.labelled.test_labels is None else self.labelled.test_labels[self.test.ids]
+        return None if self.eval_data.test_labels is None else self.eval_data.test_labels[self.test.ids]
 
     @property
     def measuring(self) -> torch.device:
@@ -139,8 +139,8 @@ class Subject:
             raise UserError("This needs labels and the data has none; sort the images into one folder per class.")
         if self.train is None:
             return split_features(self.sets, labels, self.spec.holdout, seed=self.spec.seed)
-        assert self.labelled.train_labels is not None
-        return Split(self.train.sets, self.labelled.train_labels[self.train.ids], self.sets, labels)
+        assert self.eval_data.train_labels is not None
+        return Split(self.train.sets, self.eval_data.train_labels[self.train.ids], self.sets, labels)
 
     def under(self, spec: EvalSpec) -> Subject:
         """The same features under another spec, as many of them as it asks for."""
@@ -179,20 +179,20 @@ class Evaluator:
     def __init__(self, spec: EvalSpec, *, device: str = "auto", cached: bool = True) -> None:
         self.spec, self.device, self.cached = spec, device, cached
 
-    def run(self, encoder: Encoder | Denoiser, labelled: Labelled) -> Evaluation:
-        parts = [self.measure(subject) for subject in self.subjects(encoder, labelled)]
+    def run(self, encoder: Encoder | Denoiser, eval_data: EvalData) -> Evaluation:
+        parts = [self.measure(subject) for subject in self.subjects(encoder, eval_data)]
         rows = [row for part in parts for row in part.rows]
         skipped = tuple(dict.fromkeys(item for part in parts for item in part.skipped))
         return Evaluation(rows, parts[-1].network, parts[-1].counts, skipped)
 
-    def subjects(self, encoder: Encoder | Denoiser, labelled: Labelled) -> Iterator[Subject]:
+    def subjects(self, encoder: Encoder | Denoiser, eval_data: EvalData) -> Iterator[Subject]:
         """The encoder, or a denoiser at each noise level, with its features."""
         if not isinstance(encoder, Denoiser):
             if self.spec.noise:
                 raise UserError(
                     f"{encoder.name} is no diffusion model, so it has no features at noise levels: leave --noise out."
                 )
-            yield self.extract(encoder, labelled)
+            yield self.extract(encoder, eval_data)
             return
         if self.spec.protocol == "mae":
             raise UserError("Features at noise levels are probed with logistic or in100, not mae.")
@@ -202,12 +202,12 @@ class Evaluator:
                 "--noise."
             )
         for level in self.spec.noise:
-            yield self.extract(encoder.at(level, seed=self.spec.seed), labelled)
+            yield self.extract(encoder.at(level, seed=self.spec.seed), eval_data)
 
-    def extract(self, encoder: Encoder, labelled: Labelled) -> Subject:
+    def extract(self, encoder: Encoder, eval_data: EvalData) -> Subject:
         spec = self.spec
-        labelled = labelled.first(fitted=spec.fitted, tested=spec.tested)
-        subject = Subject(encoder, labelled, spec, pick_device(self.device))
+        eval_data = eval_data.first(max_train=spec.max_train, max_test=spec.max_test)
+        subject = Subject(encoder, eval_data, spec, pick_device(self.device))
         if not any(METRICS[name].of == "features" for name in spec.metrics):
             return subject
         train, test = (
@@ -221,7 +221,7 @@ class Evaluator:
                 device=self.device,
                 cached=self.cached,
             )
-            for part, source in enumerate((labelled.train, labelled.test))
+            for part, source in enumerate((eval_data.train, eval_data.test))
         )
         return replace(subject, train=train, test=test)
 
@@ -246,7 +246,7 @@ class Evaluator:
 
 def counts(subject: Subject) -> dict[str, int]:
     """Samples of each part that were really used, and classes."""
-    found = dict(subject.labelled.counts)
+    found = dict(subject.eval_data.counts)
     for name, part in (("train_samples", subject.train), ("test_samples", subject.test)):
         if part is not None:
             found[name] = len(part.ids)
@@ -260,12 +260,12 @@ def wanted_keys(encoder: Encoder, spec: EvalSpec) -> list[Key]:
 
 def evaluate_all(
     encoders: Sequence[tuple[Encoder | Denoiser, EvalSpec]],
-    labelled: Labelled,
+    eval_data: EvalData,
     *,
     device: str = "auto",
 ) -> Evaluation:
     """Several encoders on the same data: rows carry the encoder's name; the rest is that of the first."""
-    found = [Evaluator(spec, device=device).run(encoder, labelled) for encoder, spec in encoders]
+    found = [Evaluator(spec, device=device).run(encoder, eval_data) for encoder, spec in encoders]
     named = zip(encoders, found, strict=True)
     rows = [{"encoder": encoder.name, **row} for (encoder, _), evaluation in named for row in evaluation.rows]
     return replace(found[0], rows=rows)

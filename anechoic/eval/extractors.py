@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from anechoic.data.preprocess import normalize
 from anechoic.errors import UserError
-from anechoic.data.preprocess import normalise
 from anechoic.storage.fingerprint import hash_tensors
 
 INCEPTION_URL = (
@@ -31,7 +31,7 @@ class Extractor:
     metric: str
     """what a Frechet distance in these features is called"""
     network: Callable[[Tensor], Tensor]
-    """normalised float images -> (B, D)"""
+    """normalized float images -> (B, D)"""
     weights_hash: str
     size: int | None = None
     """side the images are resized to; None leaves them as they are"""
@@ -52,7 +52,7 @@ class Extractor:
         if self.size is not None and x.shape[-2:] != (self.size, self.size):
             # Resizing may overshoot the range; the network was trained on images, which do not.
             x = F.interpolate(x, size=(self.size, self.size), mode=self.mode, antialias=self.antialias).clamp(0, 1)
-        return self.network(normalise(x, self.mean, self.std)).to(torch.float32)
+        return self.network(normalize(x, self.mean, self.std)).to(torch.float32)
 
     def receipt(self) -> dict[str, Any]:
         return {

@@ -25,8 +25,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from anechoic.data import Augment, Loader, Source, cache_dir
+from anechoic.data.decoding import decoders
 from anechoic.data.pixel_cache import locked
-from anechoic.data.decode import decoders
 from anechoic.data.source import readable, unsettled
 from anechoic.errors import UserError
 from anechoic.eval.encoders import Encoder
@@ -80,7 +80,7 @@ def features_of(
     cached: bool = True,
     keep_pixels: bool = True,
 ) -> Features:
-    """Deterministic, unmasked features of every readable image, in the source's order. Centre crop, no augmentation.
+    """Deterministic, unmasked features of every readable image, in the source's order. Center crop, no augmentation.
 
     cached: kept on disk and read from there as used; otherwise in memory. keep_pixels: decode the images into the pixel
     cache first, which pays when they are passed over again.
@@ -351,7 +351,7 @@ def batches(
 ) -> Iterator[Tensor]:
     """Prepared images on the device, with the model there too; the ids of each batch are appended to `ids`.
 
-    augment: instead of the centre crop, drawn from the seed.
+    augment: instead of the center crop, drawn from the seed.
     """
     where = pick_device(device)
     encoder.model.to(where)
@@ -359,7 +359,7 @@ def batches(
         source,
         image_size=encoder.image_size,
         batch_size=encoder.batch_size_on(where.type),
-        augment=augment or Augment(kind="centre"),
+        augment=augment or Augment(kind="center"),
         seed=seed,
         workers=workers,
         build_cache=keep_pixels,

@@ -17,7 +17,7 @@ from torch import Tensor
 from anechoic.errors import NotFiniteError
 from anechoic.eval.metrics.analysis import as_tensor
 
-Scaling = Literal["raw", "standardised", "whitened", "centred"]
+Scaling = Literal["raw", "standardized", "whitened", "centered"]
 SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
 # Directions with less than this share of the largest variance are not blown up.
 FLOOR = 1e-6
@@ -31,12 +31,12 @@ class Affine(NamedTuple):
     matrix: Tensor
 
     def __call__(self, x: np.ndarray | Tensor) -> Tensor:
-        centred = as_tensor(x).double() - self.mean
-        return (centred * self.matrix if self.matrix.ndim == 1 else centred @ self.matrix).float()
+        centered = as_tensor(x).double() - self.mean
+        return (centered * self.matrix if self.matrix.ndim == 1 else centered @ self.matrix).float()
 
 
 def fitted(features: np.ndarray | Tensor, scaling: Scaling) -> Affine | None:
-    """What brings vectors (n, D) like these to this scaling: centred to mean 0; each channel to deviation 1 too; all
+    """What brings vectors (n, D) like these to this scaling: centered to mean 0; each channel to deviation 1 too; all
     directions to the same variance. None leaves them as they are."""
     if scaling == "raw":
         return None
@@ -47,16 +47,16 @@ def fitted(features: np.ndarray | Tensor, scaling: Scaling) -> Affine | None:
         raise NotFiniteError(
             "The features contain NaN or infinity: the weights are damaged, so use another checkpoint."
         )
-    if scaling == "centred":
+    if scaling == "centered":
         return Affine(mean, torch.ones_like(mean))
-    if scaling == "standardised":
+    if scaling == "standardized":
         variance = sum((part - mean).square().sum(dim=0) for part in chunks(features)) / n
         assert isinstance(variance, Tensor)
         return Affine(mean, 1 / variance.sqrt().clamp(min=1e-12))
     covariance = torch.zeros(len(mean), len(mean), dtype=torch.float64, device=mean.device)
     for part in chunks(features):
-        centred = part - mean
-        covariance += centred.T @ centred
+        centered = part - mean
+        covariance += centered.T @ centered
     variances, directions = torch.linalg.eigh(covariance / n)
     return Affine(mean, directions / (variances.clamp(min=0) + FLOOR * variances[-1].clamp(min=1e-30)).sqrt())
 

@@ -159,7 +159,7 @@ def extract_batches(
     poolings: Sequence[Pooling] = POOLINGS,
     forward: Callable[[Tensor], object] | None = None,
 ) -> Iterator[dict[Key, Tensor]]:
-    """For every batch of normalised images, the pooled float32 features (B, D) by (layer, pooling), never masked.
+    """For every batch of normalized images, the pooled float32 features (B, D) by (layer, pooling), never masked.
 
     `forward` replaces the plain call of the trunk, for networks that want more than images (a time, a label).
     """
@@ -234,7 +234,7 @@ def block_statistics(
     pooling: Pooling = "mean",
     forward: Callable[[Tensor], object] | None = None,
 ) -> dict[str, list[float]]:
-    """Statistics of a batch of normalised images, unmasked: a number per layer (the embedding first) or per Shortcut.
+    """Statistics of a batch of normalized images, unmasked: a number per layer (the embedding first) or per Shortcut.
 
     Keys: entropy_columns, rank_columns, entropy_rows, rank_rows, token_norm (per layer); branch_ratio (per Shortcut,
     the mean norm of the branch over that of the decayed shortcut).
@@ -244,10 +244,10 @@ def block_statistics(
     found: dict[str, list[float]] = {"entropy_columns": [], "rank_columns": [], "entropy_rows": [], "rank_rows": []}
     for tokens in stream:
         pooled = pool(tokens.float(), pooling=pooling, num_prefix_tokens=prefix_tokens(model))
-        for centre in ("columns", "rows"):
-            entropy, rank = effective_rank(pooled, centre=centre)
-            found[f"entropy_{centre}"].append(entropy)
-            found[f"rank_{centre}"].append(rank)
+        for center in ("columns", "rows"):
+            entropy, rank = effective_rank(pooled, center=center)
+            found[f"entropy_{center}"].append(entropy)
+            found[f"rank_{center}"].append(rank)
     found["token_norm"] = [token_norm(tokens).item() for tokens in stream]
     found["branch_ratio"] = [(branch / shortcut.clamp(min=1e-12)).item() for branch, shortcut in norms]
     return found

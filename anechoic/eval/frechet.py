@@ -58,8 +58,8 @@ def statistics(features: np.ndarray | Tensor, *, extractor: dict[str, Any] | Non
         raise NotFiniteError("The extractor's features contain NaN or infinity: choose another, or another checkpoint.")
     double = points.astype(np.float64)
     mean = double.mean(axis=0)
-    centred = double - mean
-    return Statistics(len(points), mean, centred.T @ centred, points[:KEPT], extractor or {})
+    centered = double - mean
+    return Statistics(len(points), mean, centered.T @ centered, points[:KEPT], extractor or {})
 
 
 def merge(a: Statistics, b: Statistics) -> Statistics:
@@ -191,18 +191,18 @@ def squared_mmd(x: np.ndarray, y: np.ndarray) -> float:
     return float(within(x) + within(y) - 2 * kernel(x, y).mean())
 
 
-def precision_recall(real: np.ndarray, generated: np.ndarray, *, neighbours: int = 3) -> tuple[float, float]:
+def precision_recall(real: np.ndarray, generated: np.ndarray, *, neighbors: int = 3) -> tuple[float, float]:
     """Share of generated points inside the real manifold, and of real ones inside the generated manifold.
 
-    A manifold is the union of balls around its points, each as wide as the distance to its k-th nearest neighbour.
+    A manifold is the union of balls around its points, each as wide as the distance to its k-th nearest neighbor.
     """
     x, y = (torch.from_numpy(np.ascontiguousarray(points, dtype=np.float32)) for points in (real, generated))
-    return coverage(x, y, neighbours=neighbours), coverage(y, x, neighbours=neighbours)
+    return coverage(x, y, neighbors=neighbors), coverage(y, x, neighbors=neighbors)
 
 
-def coverage(manifold: Tensor, queries: Tensor, *, neighbours: int, chunk: int = 1024) -> float:
+def coverage(manifold: Tensor, queries: Tensor, *, neighbors: int, chunk: int = 1024) -> float:
     """Share of queries (m, D) that lie in a ball of the manifold (n, D)."""
-    k = min(neighbours, len(manifold) - 1)
+    k = min(neighbors, len(manifold) - 1)
     # The nearest point to each is itself, at distance 0.
     radii = torch.cat([torch.cdist(part, manifold).kthvalue(k + 1).values for part in manifold.split(chunk)])
     inside = [(torch.cdist(part, manifold) <= radii).any(dim=1) for part in queries.split(chunk)]

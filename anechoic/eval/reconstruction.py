@@ -14,7 +14,7 @@ from anechoic.models import family_of
 from anechoic.models.layers import patchify, unpatchify
 from anechoic.models.mae import mask_by_noise
 from anechoic.models.network import Network
-from anechoic.rng import Draws
+from anechoic.rng import SampleGenerator
 
 
 def reconstructs(encoder: Encoder) -> bool:
@@ -35,7 +35,7 @@ def reconstructions(encoder: Encoder, images: Tensor, *, seed: int = 0) -> tuple
     model: Any = encoder.model
     rows, columns = grid_of(encoder, images)
     ids = torch.arange(len(images), device=images.device)
-    noise = Draws(seed, ids, torch.zeros_like(ids)).uniform("mask", rows * columns)
+    noise = SampleGenerator(seed, ids, torch.zeros_like(ids)).uniform("mask", rows * columns)
     with evaluating(model):
         _, prediction, mask = model(images, noise)
     return in_pixels(encoder, images, mask.bool(), prediction)
@@ -65,7 +65,7 @@ def in_pixels(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Images, hidden places and predictions as pictures.
 
-    A network trained on normalised patches predicts them up to each patch's own mean and deviation, which are put back.
+    A network trained on normalized patches predicts them up to each patch's own mean and deviation, which are put back.
     """
     model: Any = encoder.model
     p, grid = model.config.patch_size, grid_of(encoder, images)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anechoic.data import decode
-from anechoic.data.decode import Undecodable, decode_labels
+from anechoic.data.decoding import Undecodable, decode_labels
 from anechoic.data.source import MAX_CLASSES, is_image_name
 from anechoic.errors import UserError
 from anechoic.storage.safe_io import parse_table, read_regular, read_text, reason
@@ -128,8 +128,8 @@ def read_all(
 def cluster(tables: Tensor, *, clusters: int, seed: int = 0) -> np.ndarray:
     """Tables (N, C, S, S) -> cluster of every cell (N, S, S).
 
-    Soft assignments of all cells of all images, their leading left singular vectors times singular values (randomised,
-    not centred), then k-means.
+    Soft assignments of all cells of all images, their leading left singular vectors times singular values (randomized,
+    not centered), then k-means.
     """
     from sklearn.cluster import KMeans
 

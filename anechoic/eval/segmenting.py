@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from anechoic.errors import UserError
-from anechoic.eval.metrics.analysis import eigenvector_colours
 from anechoic.eval.encoders import Encoder
 from anechoic.eval.feature_cache import pick_device
 from anechoic.eval.features import patch_maps
+from anechoic.eval.metrics.analysis import eigenvector_colors
 from anechoic.eval.segmentation import cluster, find_pairs, read_all, read_mapping, score_maps, upsample
 from anechoic.eval.spectral import SpectralOptions, soft_cells, spectral_tables
 from anechoic.models.network import Network, TransformerConfig
@@ -27,11 +27,11 @@ SHOWN = 16
 
 class Segmented(NamedTuple):
     """scores: hungarian and greedy (miou, accuracy, iou), and how many images, clusters and classes there were.
-    pixels (n, H, W, C) and colours (n, h, w, 3) in 0 .. 1: the first images and a picture of their cells."""
+    pixels (n, H, W, C) and colors (n, h, w, 3) in 0 .. 1: the first images and a picture of their cells."""
 
     scores: dict[str, Any]
     pixels: np.ndarray
-    colours: np.ndarray
+    colors: np.ndarray
 
 
 def larger(encoder: Encoder) -> Encoder:
@@ -62,7 +62,7 @@ def segment_images(
     if samples is not None and samples < 1:
         raise UserError(f"--samples counts images, at least 1, not {samples}.")
     if options.channels < 3:
-        raise UserError(f"The maps are coloured by three eigenvectors, so --channels cannot be {options.channels}.")
+        raise UserError(f"The maps are colored by three eigenvectors, so --channels cannot be {options.channels}.")
     pairs = find_pairs(where, listed=listed)[:samples]
     table = None if mapping is None else read_mapping(mapping, void=void)
     images, labels = read_all(pairs, image_size=encoder.image_size, channels=encoder.channels, mapping=table)
@@ -78,11 +78,11 @@ def segment_images(
         raise UserError(f"{clusters} clusters need as many channels; raise --channels above {options.channels}.")
     place = pick_device(device)
     encoder.model.to(place)
-    normalised = encoder.preprocess.apply(images)
-    tokens = torch.cat([patch_maps(encoder.model, part.to(place)).float().clone() for part in normalised.split(64)])
+    normalized = encoder.preprocess.apply(images)
+    tokens = torch.cat([patch_maps(encoder.model, part.to(place)).float().clone() for part in normalized.split(64)])
     tables = spectral_tables(tokens, options)
     found = upsample(cluster(tables, clusters=clusters), images.shape[-1])
     result = score_maps(found, labels, clusters=clusters, classes=classes, void=void)
     scores = {**result, "images": len(images), "clusters": clusters, "classes": classes}
-    colours = eigenvector_colours(soft_cells(tables[:SHOWN], side=64)).numpy(force=True)
-    return Segmented(scores, images[:SHOWN].permute(0, 2, 3, 1).numpy() / 255, colours)
+    colors = eigenvector_colors(soft_cells(tables[:SHOWN], side=64)).numpy(force=True)
+    return Segmented(scores, images[:SHOWN].permute(0, 2, 3, 1).numpy() / 255, colors)

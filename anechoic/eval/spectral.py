@@ -28,7 +28,7 @@ class SpectralOptions(Section):
     channels: Count = 100
     epochs: Count = 201
     batch: Count = 40
-    neighbours: Count = 50
+    neighbors: Count = 50
     threshold: float = 0.1
     steps: Count = 5
     lr: Positive = 1e-2
@@ -36,11 +36,11 @@ class SpectralOptions(Section):
     seed: Whole = 12345
 
 
-def token_graph(tokens: Tensor, *, neighbours: int = 50, threshold: float = 0.1) -> Tensor:
+def token_graph(tokens: Tensor, *, neighbors: int = 50, threshold: float = 0.1) -> Tensor:
     """tokens (B, hw, D) -> A = D^-1 W, sparse (n, n), n = B hw.
 
     W keeps, for every token, its most similar tokens (cosine) within its own image and as many in the other images,
-    without itself; similarities up to the threshold become 0, and W is symmetrised. A token without neighbours has a
+    without itself; similarities up to the threshold become 0, and W is symmetrized. A token without neighbors has a
     row of zeros.
     """
     B, per_image, _ = tokens.shape
@@ -53,7 +53,7 @@ def token_graph(tokens: Tensor, *, neighbours: int = 50, threshold: float = 0.1)
         inside = similarities[:, own].clone().fill_diagonal_(0)
         similarities[:, own] = 0
         for part, offset in ((inside, first), (similarities, 0)):
-            best, where = part.topk(min(neighbours, part.shape[1]), dim=1)
+            best, where = part.topk(min(neighbors, part.shape[1]), dim=1)
             keep = best > threshold
             rows.append(own[:, None].expand_as(where)[keep])
             columns.append(where[keep] + offset)
@@ -78,7 +78,7 @@ def symmetric_part(a: Tensor) -> Tensor:
 
 
 def spectral_loss(assignments: Tensor, a: Tensor, *, weight: float = 1.0) -> Tensor:
-    """assignments (n, C) >= 0, a the symmetric part of A (n, n). With z_c the L2-normalised columns:
+    """assignments (n, C) >= 0, a the symmetric part of A (n, n). With z_c the L2-normalized columns:
 
     mean_c | weight (z_c^T A z_c - 1) |  +  mean_{c != c'} weight (z_c . z_c')^2.
     """
@@ -112,19 +112,19 @@ def spectral_tables(tokens: Tensor, options: SpectralOptions) -> Tensor:
     flat = tokens.flatten(1, 2)
     generator = torch.Generator().manual_seed(options.seed)
     start = torch.randn(N, options.channels, SIDE, SIDE, generator=generator).to(tokens.device)
-    # One parameter per image: the optimiser passes over those that are not in the batch.
+    # One parameter per image: the optimizer passes over those that are not in the batch.
     tables = [table.clone().requires_grad_() for table in start]
     average = start
-    optimiser = torch.optim.AdamW(tables, lr=options.lr, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(tables, lr=options.lr, weight_decay=0.0)
     for _ in tqdm(range(options.epochs), desc="spectral clustering", leave=False, disable=None):
         for batch in torch.randperm(N, generator=generator).split(options.batch):
-            graph = token_graph(flat[batch], neighbours=options.neighbours, threshold=options.threshold)
+            graph = token_graph(flat[batch], neighbors=options.neighbors, threshold=options.threshold)
             a = symmetric_part(graph)
             for _ in range(options.steps):
-                optimiser.zero_grad(set_to_none=True)
+                optimizer.zero_grad(set_to_none=True)
                 own = torch.stack([tables[i] for i in batch.tolist()])
                 spectral_loss(pooled(own, h), a, weight=SIDE / h).backward()
-                optimiser.step()
+                optimizer.step()
             with torch.no_grad():
                 average.lerp_(torch.stack(tables), 1 - options.ema)
     return average

@@ -1,7 +1,7 @@
 """Did training work? Signals of a run that need no label, and what follows from them in words.
 
 Collapsed, worse than raw pixels, plateaued or learning, with the reasons and what to try. How far each signal can be
-trusted was measured on labelled data (docs/report.md); the verdict rests on those that predicted k-NN there. It opens
+trusted was measured on labeled data (docs/report.md); the verdict rests on those that predicted k-NN there. It opens
 no run and draws nothing.
 """
 
@@ -15,8 +15,8 @@ from typing import Any, Literal
 from anechoic.data import Source
 from anechoic.errors import NotFiniteError
 from anechoic.eval.encoders import Encoder, RawPixels, seeded
+from anechoic.eval.eval_data import EvalData
 from anechoic.eval.evaluator import EvalSpec, Evaluation, Evaluator
-from anechoic.eval.eval_data import Labelled
 
 Word = Literal["learning", "plateaued", "collapsed", "worse than raw pixels"]
 
@@ -111,7 +111,7 @@ def measure(
     seed: int = 0,
 ) -> Signals:
     """The signals of an encoder on images it was not trained on; records: its metrics, for the curve."""
-    spec = EvalSpec(("rank", "crops", "reconstruction"), poolings=("mean",), tested=SAMPLES, seed=seed)
+    spec = EvalSpec(("rank", "crops", "reconstruction"), poolings=("mean",), max_test=SAMPLES, seed=seed)
     late = late_gain(records)
     try:
         own = looked_at(encoder, source, spec, device)
@@ -139,7 +139,7 @@ def measure(
 
 
 def looked_at(encoder: Encoder, source: Source, spec: EvalSpec, device: str) -> Evaluation:
-    return Evaluator(spec, device=device, cached=False).run(encoder, Labelled(None, source, None, None))
+    return Evaluator(spec, device=device, cached=False).run(encoder, EvalData(None, source, None, None))
 
 
 def last(found: Evaluation) -> Mapping[str, Any]:

@@ -18,17 +18,17 @@ from tqdm.auto import tqdm
 
 from anechoic.errors import UserError
 from anechoic.eval.metrics.analysis import tsne
+from anechoic.eval.metrics.knn import Neighbors, nearest_units
 from anechoic.index.index import nearest_others
-from anechoic.eval.metrics.knn import Neighbours, nearest_units
 
-# Neighbours of each image that are looked for; those that say how odd it is, and that a map shows.
-NEIGHBOURS, LIKE = 20, 10
-# Rows whose neighbours are looked for at once, and samples that clusters and maps are fitted to at most.
+# Neighbors of each image that are looked for; those that say how odd it is, and that a map shows.
+NEIGHBORS, LIKE = 20, 10
+# Rows whose neighbors are looked for at once, and samples that clusters and maps are fitted to at most.
 ROWS_AT_ONCE, CLUSTERED, MAPPED = 4096, 20_000, 2000
 # Images that chance alone may make look like duplicates, in the whole collection; what is the same but for rounding;
-# and the least distance, as a share of the usual one, that an image's neighbourhood counts with.
+# and the least distance, as a share of the usual one, that an image's neighborhood counts with.
 FALSE_ALARMS, SAME, CROWD = 0.1, 1 - 1e-6, 0.25
-# The neighbour, and the share of all images, whose distances tell how dense the collection is.
+# The neighbor, and the share of all images, whose distances tell how dense the collection is.
 THIRD, QUANTILE = 3, 0.05
 # Fewer would be the best by silhouette nearly always, and say nothing.
 CLUSTERS = (4, 6, 8, 12, 16, 24, 32)
@@ -36,9 +36,9 @@ CLUSTERS = (4, 6, 8, 12, 16, 24, 32)
 
 @dataclass(frozen=True)
 class Exploration:
-    """Of n vectors: the neighbours of each, what follows from them, clusters, and a map of some."""
+    """Of n vectors: the neighbors of each, what follows from them, clusters, and a map of some."""
 
-    near: Neighbours
+    near: Neighbors
     limit: Limit
     pairs: list[tuple[int, int, float]]
     groups: list[list[int]]
@@ -48,13 +48,13 @@ class Exploration:
 
     @property
     def oddest(self) -> np.ndarray:
-        """All images, the one least like its neighbours first."""
+        """All images, the one least like its neighbors first."""
         return np.argsort(self.likeness, kind="stable")
 
 
 def explored(units: Tensor, *, clusters: int | None = None, seed: int = 0) -> Exploration:
     """units (n, D) of length 1."""
-    near = all_neighbours(units)
+    near = all_neighbors(units)
     limit = duplicate_limit(near)
     pairs = duplicate_pairs(near, limit)
     return Exploration(
@@ -76,13 +76,13 @@ def sampled(count: int, wanted: int, *, seed: int) -> np.ndarray:
     return np.floor(ends[:-1] + share * np.diff(ends)).astype(np.int64)
 
 
-def all_neighbours(units: Tensor, *, k: int = NEIGHBOURS) -> Neighbours:
+def all_neighbors(units: Tensor, *, k: int = NEIGHBORS) -> Neighbors:
     """The k nearest others of every row (n, D)."""
     n = len(units)
     if n < 2:
-        raise UserError(f"There are {n} images, and neighbours need two: give more images.")
+        raise UserError(f"There are {n} images, and neighbors need two: give more images.")
     k = min(k, n - 1)
-    found = Neighbours(torch.empty(n, k), torch.empty(n, k, dtype=torch.int64))
+    found = Neighbors(torch.empty(n, k), torch.empty(n, k, dtype=torch.int64))
     with tqdm(total=n, desc="comparing", unit=" images", delay=2, leave=False, disable=None) as bar:
         for start in range(0, n, ROWS_AT_ONCE):
             rows = torch.arange(start, min(start + ROWS_AT_ONCE, n))
@@ -96,7 +96,7 @@ def all_neighbours(units: Tensor, *, k: int = NEIGHBOURS) -> Neighbours:
 
 @dataclass(frozen=True)
 class Limit:
-    """Two images are near-duplicates up to this share of the distance to their K-th neighbours.
+    """Two images are near-duplicates up to this share of the distance to their K-th neighbors.
 
     dimension: of the collection around an image, fitted; reference (n,): that distance; ratio (n,): of the nearest
     image's distance to it.
@@ -108,14 +108,14 @@ class Limit:
     ratio: np.ndarray
 
 
-def duplicate_limit(near: Neighbours, *, false_alarms: float = FALSE_ALARMS) -> Limit:
-    """Calibrated on the collection itself, from the distribution of its nearest-neighbour distances.
+def duplicate_limit(near: Neighbors, *, false_alarms: float = FALSE_ALARMS) -> Limit:
+    """Calibrated on the collection itself, from the distribution of its nearest-neighbor distances.
 
-    Where images lie around one as points in m dimensions do, the j-th of its K neighbours is closer than the share r of
-    the K-th with probability I(r^m; j, K - j), the incomplete beta function. m is fitted where the third neighbours are
+    Where images lie around one as points in m dimensions do, the j-th of its K neighbors is closer than the share r of
+    the K-th with probability I(r^m; j, K - j), the incomplete beta function. m is fitted where the third neighbors are
     closest: copies come in twos and threes and leave the third alone, and collections are denser in some places than a
     single m tells. The limit is where fewer than `false_alarms` of all images have their nearest by chance. Measuring
-    each image by its own neighbourhood keeps crowded parts of a collection from counting as duplicates.
+    each image by its own neighborhood keeps crowded parts of a collection from counting as duplicates.
     """
     from scipy.special import betaincinv
 
@@ -132,7 +132,7 @@ def duplicate_limit(near: Neighbours, *, false_alarms: float = FALSE_ALARMS) -> 
     return Limit((false_alarms / (n * (k - 1))) ** (1 / dimension), dimension, reference, ratio)
 
 
-def duplicate_pairs(near: Neighbours, limit: Limit) -> list[tuple[int, int, float]]:
+def duplicate_pairs(near: Neighbors, limit: Limit) -> list[tuple[int, int, float]]:
     """(i, j, similarity) with i < j, each pair once, most similar first: within the limit as both images see it."""
     reference = torch.from_numpy(limit.reference)
     reach = limit.share * torch.minimum(reference[:, None], reference[near.indices])
@@ -165,40 +165,40 @@ def groups_of(pairs: Sequence[tuple[int, int, float]], count: int) -> list[list[
 
 @dataclass(frozen=True)
 class Clusters:
-    """label (n,): largest cluster first; similarity (n,): to the cluster's centre (count, D); examples: nearest it."""
+    """label (n,): largest cluster first; similarity (n,): to the cluster's center (count, D); examples: nearest it."""
 
     label: np.ndarray
     similarity: np.ndarray
-    centres: Tensor
+    centers: Tensor
     examples: list[list[int]]
 
     @property
     def sizes(self) -> list[int]:
-        return np.bincount(self.label, minlength=len(self.centres)).tolist()
+        return np.bincount(self.label, minlength=len(self.centers)).tolist()
 
 
 def cluster(units: Tensor, *, count: int | None = None, seed: int = 0, examples: int = 8) -> Clusters:
-    """k-means of a sample; every image then goes to its nearest centre. count None: the best silhouette decides."""
+    """k-means of a sample; every image then goes to its nearest center. count None: the best silhouette decides."""
     if count is not None and not 1 <= count <= len(units):
         raise UserError(f"There are {len(units)} images, so they form 1 to {len(units)} clusters, not {count}.")
     sample = units[sampled(len(units), CLUSTERED, seed=seed)]
-    centres = k_means(sample, count, seed=seed) if count else best_clusters(sample, seed=seed)
-    near = [nearest_units(centres, part, k=1) for part in units.split(ROWS_AT_ONCE)]
+    centers = k_means(sample, count, seed=seed) if count else best_clusters(sample, seed=seed)
+    near = [nearest_units(centers, part, k=1) for part in units.split(ROWS_AT_ONCE)]
     label = torch.cat([part.indices[:, 0] for part in near]).numpy()
     similarity = torch.cat([part.similarities[:, 0] for part in near]).numpy()
-    sizes = np.bincount(label, minlength=len(centres))
+    sizes = np.bincount(label, minlength=len(centers))
     order = np.array([i for i in np.argsort(-sizes, kind="stable") if sizes[i]])
-    place = np.zeros(len(centres), np.int64)
+    place = np.zeros(len(centers), np.int64)
     place[order] = np.arange(len(order))
     label = place[label]
     best = np.lexsort((-similarity, label))
     starts = np.searchsorted(label[best], np.arange(len(order) + 1))
     shown = [best[a : min(b, a + examples)].tolist() for a, b in itertools.pairwise(starts)]
-    return Clusters(label, similarity, centres[torch.from_numpy(order)], shown)
+    return Clusters(label, similarity, centers[torch.from_numpy(order)], shown)
 
 
 def k_means(sample: Tensor, count: int, *, seed: int) -> Tensor:
-    """Centres (count, D) of length 1."""
+    """Centers (count, D) of length 1."""
     from sklearn.cluster import KMeans
 
     fit = KMeans(count, n_init=3, random_state=seed).fit(sample.numpy())
@@ -206,14 +206,14 @@ def k_means(sample: Tensor, count: int, *, seed: int) -> Tensor:
 
 
 def best_clusters(sample: Tensor, *, seed: int) -> Tensor:
-    """As many centres as give the largest silhouette on a part of the sample."""
+    """As many centers as give the largest silhouette on a part of the sample."""
     from sklearn.metrics import silhouette_score
 
     part = sample[sampled(len(sample), MAPPED, seed=seed)]
     scores: dict[float, int] = {}
     for count in (count for count in CLUSTERS if count < len(part) / 4):
-        centres = k_means(part, count, seed=seed)
-        label = (part @ centres.T).argmax(dim=1).numpy()
+        centers = k_means(part, count, seed=seed)
+        label = (part @ centers.T).argmax(dim=1).numpy()
         if 1 < len(np.unique(label)) < len(part):
             scores.setdefault(float(silhouette_score(part.numpy(), label)), count)
     return k_means(sample, scores[max(scores)] if scores else 1, seed=seed)
@@ -224,11 +224,11 @@ def best_clusters(sample: Tensor, *, seed: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Map:
-    """rows: which images are on it; places (m, 2); neighbours: of each, the nearest others on it."""
+    """rows: which images are on it; places (m, 2); neighbors: of each, the nearest others on it."""
 
     rows: np.ndarray
     places: np.ndarray
-    neighbours: list[list[int]]
+    neighbors: list[list[int]]
 
 
 def map_of(units: Tensor, *, points: int = MAPPED, seed: int = 0) -> Map:
@@ -236,7 +236,7 @@ def map_of(units: Tensor, *, points: int = MAPPED, seed: int = 0) -> Map:
     chosen = sampled(len(units), points, seed=seed)
     shown = units[chosen]
     k = min(LIKE, len(chosen) - 1)
-    neighbours = nearest_others(shown, np.arange(len(chosen)), k=k).indices.tolist()
+    neighbors = nearest_others(shown, np.arange(len(chosen)), k=k).indices.tolist()
     if len(chosen) < 4:
-        return Map(chosen, np.stack([np.arange(len(chosen)), np.zeros(len(chosen))], axis=1), neighbours)
-    return Map(chosen, np.asarray(tsne(shown, seed=seed), np.float64), neighbours)
+        return Map(chosen, np.stack([np.arange(len(chosen)), np.zeros(len(chosen))], axis=1), neighbors)
+    return Map(chosen, np.asarray(tsne(shown, seed=seed), np.float64), neighbors)

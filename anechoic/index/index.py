@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from anechoic.data import Source, Subset, cache_dir
+from anechoic.data.decoding import decoders
 from anechoic.data.pixel_cache import locked
-from anechoic.data.decode import decoders
 from anechoic.data.source import digest, readable, unsettled
 from anechoic.errors import NotFiniteError, UserError
 from anechoic.eval.encoders import Encoder, flat
 from anechoic.eval.feature_cache import features_of, file_crc
-from anechoic.eval.features import Pooling, choose_layers
-from anechoic.eval.metrics.knn import Neighbours, nearest_units
 from anechoic.eval.feature_scaling import CHUNK, Affine, Scaling, fitted, unit_vectors
+from anechoic.eval.features import Pooling, choose_layers
+from anechoic.eval.metrics.knn import Neighbors, nearest_units
 from anechoic.storage.files import read_json, sealed, sweep_leftovers, unsealed, write_aside, write_json
 
 log = logging.getLogger("anechoic")
@@ -37,7 +37,7 @@ Vector = Literal["class", "mean", "all", "flat"]
 FLAT_WIDTH = 512
 # What searched best, measured with labels (results/search-vectors.json, docs/finding.md).
 VECTOR: Vector = "flat"
-SCALING: Scaling = "standardised"
+SCALING: Scaling = "standardized"
 
 VECTORS, KEYS, CARD = "vectors.npy", "keys.npy", "index.json"
 
@@ -241,7 +241,7 @@ class Searchable:
         change = fitted(vectors, scaling)
         return cls(unit_vectors(vectors, change), change)
 
-    def nearest(self, queries: np.ndarray, *, k: int, engine: str = "torch") -> Neighbours:
+    def nearest(self, queries: np.ndarray, *, k: int, engine: str = "torch") -> Neighbors:
         """Of query vectors as the encoder makes them; both engines are exact."""
         if not np.isfinite(queries).all():
             raise NotFiniteError("A query's vector contains NaN or infinity: the weights are damaged, so use others.")
@@ -249,7 +249,7 @@ class Searchable:
         return nearest_by_faiss(self.units, asked, k=k) if engine == "faiss" else nearest_units(self.units, asked, k=k)
 
 
-def nearest_by_faiss(units: Tensor, queries: Tensor, *, k: int) -> Neighbours:
+def nearest_by_faiss(units: Tensor, queries: Tensor, *, k: int) -> Neighbors:
     try:
         import faiss
     except ImportError as error:
@@ -257,15 +257,15 @@ def nearest_by_faiss(units: Tensor, queries: Tensor, *, k: int) -> Neighbours:
     table = faiss.IndexFlatIP(units.shape[1])
     table.add(units.numpy())
     similarities, indices = table.search(queries.numpy(), k)
-    return Neighbours(torch.from_numpy(similarities), torch.from_numpy(indices))
+    return Neighbors(torch.from_numpy(similarities), torch.from_numpy(indices))
 
 
-def nearest_others(units: Tensor, rows: np.ndarray | Tensor, *, k: int) -> Neighbours:
-    """The k nearest of these rows among all the others; a row is never its own neighbour."""
+def nearest_others(units: Tensor, rows: np.ndarray | Tensor, *, k: int) -> Neighbors:
+    """The k nearest of these rows among all the others; a row is never its own neighbor."""
     rows = torch.as_tensor(rows)
     found = nearest_units(units, units[rows], k=k + 1)
     itself = found.indices == rows[:, None]
     # Where k + 1 others are equal to it, it may not be among them.
     itself[~itself.any(dim=1), -1] = True
     shape = (len(rows), k)
-    return Neighbours(found.similarities[~itself].view(shape), found.indices[~itself].view(shape))
+    return Neighbors(found.similarities[~itself].view(shape), found.indices[~itself].view(shape))

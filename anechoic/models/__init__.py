@@ -91,12 +91,12 @@ def family_of(config: NetworkConfig) -> str:
 
 
 def build(config: NetworkConfig) -> Network:
-    """A freshly initialised network of this config."""
+    """A freshly initialized network of this config."""
     return FAMILIES[family_of(config)][1](config)
 
 
 def build_model(name: str, **options: Any) -> Any:
-    """A freshly initialised network by name: build_model("mae_base_patch16", alpha_min=0.6).
+    """A freshly initialized network by name: build_model("mae_base_patch16", alpha_min=0.6).
 
     Common options: alpha_min (number or "auto"; 1 is plain), schedule, form, image_size (side, or height and width),
     in_channels, zero_init; the sizes (dim, depth, num_heads, ...) can be replaced too.

@@ -100,7 +100,7 @@ def joined(x: Tensor, fx: Tensor, alpha: float, beta: float) -> Tensor:
     return (fx if beta == 1 else fx.mul_(beta)).add_(x, alpha=alpha)
 
 
-def normalised(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def normalized(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """LayerNorm: output, mean, reciprocal of the deviation."""
     return torch.native_layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
@@ -117,7 +117,7 @@ class MlpBranch(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, settings: tuple, *weights: Tensor) -> Tensor:
         eps, gelu, alpha, beta = ctx.settings = settings
         norm_weight, norm_bias, weight1, bias1, weight2, bias2 = weights
-        inner, mean, deviation = normalised(x, norm_weight, norm_bias, eps)
+        inner, mean, deviation = normalized(x, norm_weight, norm_bias, eps)
         hidden = product(inner, weight1, bias1)
         active = torch.nn.functional.gelu(hidden, approximate=gelu)
         ctx.save_for_backward(x, mean, deviation, inner, hidden, active, norm_weight, norm_bias, weight1, weight2)
@@ -149,7 +149,7 @@ class AttentionBranch(torch.autograd.Function):
         norm_weight, norm_bias, weight, bias, proj_weight, proj_bias = weights
         B, N, D = x.shape
         flat = x.reshape(B * N, D)
-        inner, mean, deviation = normalised(flat, norm_weight, norm_bias, eps)
+        inner, mean, deviation = normalized(flat, norm_weight, norm_bias, eps)
         if rows is None:
             asked, index = inner, None
             qkv = product(inner, weight, bias)

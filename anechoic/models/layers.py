@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from anechoic.errors import UserError
 from anechoic.models import fused
 from anechoic.models.network import check_grid
-from anechoic.rng import Draws
+from anechoic.rng import SampleGenerator
 from anechoic.shortcut import (
     Branch,
     Event,
@@ -225,10 +225,10 @@ class Recomputable(nn.Module):
 class Block(Recomputable):
     """Pre-norm transformer block: attention, then MLP, each joined to the stream by a Shortcut.
 
-    unfused: never the fused functions.
+    fused: use the fused functions where they apply.
     """
 
-    unfused = False
+    use_fused = True
 
     def __init__(
         self,
@@ -255,7 +255,7 @@ class Block(Recomputable):
         return self.run(self.compute, x, rows)
 
     def compute(self, x: Tensor, rows: Tensor | None) -> Tensor:
-        if not self.unfused and fused.covers(self, x):
+        if self.use_fused and fused.covers(self, x):
             x = fused.attention_branch(x, rows, self.norm1, self.attn, self.shortcut1)
             return fused.mlp_branch(x, self.norm2, self.mlp, self.shortcut2)
         fx = self.drop_path1(self.attn(self.norm1(x), rows))
@@ -269,20 +269,20 @@ class Block(Recomputable):
         ]
 
 
-def choose_path(model: nn.Module, *, unfused: bool = False, recompute: bool = False) -> None:
+def set_block_options(model: nn.Module, *, fused: bool = True, recompute: bool = False) -> None:
     """How all blocks of a model compute in training: plainly instead of fused, with less memory and more time."""
     for module in model.modules():
         if isinstance(module, Recomputable):
             module.recompute = recompute
         if isinstance(module, Block):
-            module.unfused = unfused
+            module.use_fused = fused
 
 
-def give_draws(model: nn.Module, draws: Draws) -> None:
+def give_generator(model: nn.Module, generator: SampleGenerator) -> None:
     """Let the next forward drop branches by numbers that belong to the samples, whichever process computes them."""
     dropping = [module for module in model.modules() if isinstance(module, DropPath) and module.rate > 0]
     if dropping:
-        uniform = draws.uniform("drop-path", len(dropping))
+        uniform = generator.uniform("drop-path", len(dropping))
         for i, module in enumerate(dropping):
             module.uniform = uniform[:, i]
 

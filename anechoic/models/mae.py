@@ -35,14 +35,14 @@ from anechoic.models.network import Network, NetworkConfig, TransformerConfig, c
 from anechoic.models.vit import VisionTransformer, ViTConfig
 from anechoic.shortcut import Read, Slot, Stream, Tap, Write
 
-# So small that a normalised skip hears the same whatever the scale of the stream is; folding relies on it.
+# So small that a normalized skip hears the same whatever the scale of the stream is; folding relies on it.
 TINY_EPS = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)
 class MAEConfig(TransformerConfig):
     """zero_init None: true, except for the original MAE (no skips, no decay). encoder_norm None: not skips.
-    skip_norm: skips hear normalised tokens, of whatever size the stream is where they start (not in the paper).
+    skip_norm: skips hear normalized tokens, of whatever size the stream is where they start (not in the paper).
     predicted: share of the masked patches that a training step computes and predicts (all of them in the paper).
 
     norm_eps belongs to the encoder; the decoder is never decayed and has one eps.
@@ -170,7 +170,7 @@ def mask_by_noise(noise: Tensor, num_kept: int) -> Masking:
     return Masking(shuffle[:, :num_kept], shuffle[:, num_kept:], torch.cat([class_row, ids_restore], dim=1), mask)
 
 
-def normalise_patches(patches: Tensor) -> Tensor:
+def normalize_patches(patches: Tensor) -> Tensor:
     """Each patch to mean 0 and unbiased variance 1."""
     variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)
     return (patches - mean) / (variance + 1e-6).sqrt()
@@ -235,10 +235,10 @@ class MaskedAutoencoder(Network):
         )
         self.decoder_norm = nn.LayerNorm(dim, eps=eps)
         self.predictor = nn.Linear(dim, config.patch_size**2 * config.in_channels)
-        self.initialise()
+        self.initialize()
 
     @torch.no_grad()
-    def initialise(self) -> None:
+    def initialize(self) -> None:
         for part in (self.decoder_embed, self.decoder_blocks, self.predictor):
             xavier_linears(part)
         if self.config.skips:
@@ -280,7 +280,7 @@ class MaskedAutoencoder(Network):
             hidden = prediction = self.predictor(self.decoder_norm(x))
         target = take(patches, asked)
         if self.config.norm_pix:
-            target = normalise_patches(target)
+            target = normalize_patches(target)
         return Prediction(F.mse_loss(hidden, target), prediction, masking.mask)
 
     def encode(self, patches: Tensor, grid: tuple[int, int], keep: Tensor) -> list[Tensor]:

@@ -112,7 +112,7 @@ class FrozenTransformer:
         self.class_only = class_only
 
     def __call__(self, images: Tensor, keep: Keep) -> None:
-        """Normalised images (B, C, h, w) -> each layer's tokens (B, N, D), handed to keep before they are changed."""
+        """Normalized images (B, C, h, w) -> each layer's tokens (B, N, D), handed to keep before they are changed."""
         check_images(images, self.model.config.in_channels)
         p = self.model.config.patch_size
         x = self.model.embed_tokens(patchify(images, p), (images.shape[2] // p, images.shape[3] // p))

@@ -126,10 +126,10 @@ class SiT(Network):
         # Twice the channels, as in released checkpoints: the second half once held a variance, and nobody reads it.
         self.predictor = nn.Linear(dim, config.patch_size**2 * config.in_channels * 2)
         self.mark(shortcuts)
-        self.initialise()
+        self.initialize()
 
     @torch.no_grad()
-    def initialise(self) -> None:
+    def initialize(self) -> None:
         xavier_linears(self)
         nn.init.xavier_uniform_(self.patch_embed.proj.weight.view(self.config.dim, -1))
         for name, parameter in self.named_parameters():

@@ -101,10 +101,10 @@ class UViT(Network):
         self.predictor = nn.Linear(dim, config.patch_size**2 * config.in_channels)
         self.final_conv = nn.Conv2d(config.in_channels, config.in_channels, 3, padding=1) if config.final_conv else None
         self.mark(shortcuts)
-        self.initialise()
+        self.initialize()
 
     @torch.no_grad()
-    def initialise(self) -> None:
+    def initialize(self) -> None:
         """Convolutions and the label table keep the framework's defaults, as in the reference implementation."""
         nn.init.trunc_normal_(self.positions, std=0.02)
         for layer in self.modules():

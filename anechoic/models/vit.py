@@ -99,10 +99,10 @@ class VisionTransformer(Network):
         self.head_norm = nn.LayerNorm(dim, eps=eps[-1]) if head_norm else None
         self.head = nn.Linear(dim, config.num_classes) if config.num_classes > 0 else None
         self.mark(shortcuts)
-        self.initialise()
+        self.initialize()
 
     @torch.no_grad()
-    def initialise(self) -> None:
+    def initialize(self) -> None:
         xavier_linears(self)
         # As a matrix; the bias keeps the convolution's default, as in the reference implementation.
         nn.init.xavier_uniform_(self.patch_embed.proj.weight.view(self.config.dim, -1))

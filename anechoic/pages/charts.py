@@ -1,6 +1,6 @@
-"""Curves and bars as inline SVG, in the page's own colours, light and dark; figures.py makes pictures for print.
+"""Curves and bars as inline SVG, in the page's own colors, light and dark; figures.py makes pictures for print.
 
-Lines differ in dash as well as in colour.
+Lines differ in dash as well as in color.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from anechoic.pages.tables import cell
 
 WIDTH, HEIGHT = 420, 260
 LEFT, RIGHT, TOP, BOTTOM = 54, 12, 24, 40
-COLOURS = 7
+COLORS = 7
 DASHES = ("", "7 3", "2 3", "8 3 2 3", "12 4", "4 2 1 2")
 
 Points = tuple[Sequence[float | None], Sequence[float | None]]
@@ -74,18 +74,18 @@ def line_chart(
     y = Scale(*padded(values, from_zero=from_zero), HEIGHT - BOTTOM, TOP)
     drawn = frame(x, y, xlabel=xlabel)
     for i, (name, line) in enumerate(points.items()):
-        colour = f"var(--c{i % COLOURS})"
+        color = f"var(--c{i % COLORS})"
         if bands and name in bands:
             low, high = bands[name]
             there, back = (list(zip(lines[name][0], side, strict=True)) for side in (high, low))
             edge = [*there, *reversed(back)]
             around = " ".join(f"{x(a)},{y(b)}" for a, b in edge if a is not None and b is not None)
-            drawn.append(f'<polygon points="{around}" fill="{colour}" opacity="0.18"/>')
+            drawn.append(f'<polygon points="{around}" fill="{color}" opacity="0.18"/>')
         path = " ".join(f"{x(a)},{y(b)}" for a, b in line)
-        drawn.append(f'<polyline class="line" points="{path}" stroke="{colour}"{dash(i)}/>')
+        drawn.append(f'<polyline class="line" points="{path}" stroke="{color}"{dash(i)}/>')
         if dots and len(line) <= 30:
             drawn += [
-                f'<circle cx="{x(a)}" cy="{y(b)}" r="3" fill="{colour}"><title>{escape(name)}: {cell(float(b))} at '
+                f'<circle cx="{x(a)}" cy="{y(b)}" r="3" fill="{color}"><title>{escape(name)}: {cell(float(b))} at '
                 f"{cell(float(a))}</title></circle>"
                 for a, b in line
             ]
@@ -178,7 +178,7 @@ def mark_lines(marks: Mapping[str, float], x: Scale) -> list[str]:
 def finish(drawn: Sequence[str], *, title: str, names: Sequence[str]) -> Html:
     legend = "".join(
         f'<span><svg width="26" height="10" aria-hidden="true"><line x1="0" x2="26" y1="5" y2="5" stroke-width="2.5" '
-        f'stroke="var(--c{i % COLOURS})"{dash(i)}/></svg> {escape(name)}</span>'
+        f'stroke="var(--c{i % COLORS})"{dash(i)}/></svg> {escape(name)}</span>'
         for i, name in enumerate(names)
     )
     size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}"'

@@ -39,7 +39,7 @@ def folder_of(name: str) -> str:
 
 
 class Pictures:
-    """Thumbnails of a source by the number of the image; a grey one where it can no longer be read."""
+    """Thumbnails of a source by the number of the image; a gray one where it can no longer be read."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -75,7 +75,7 @@ def search_page(result: Mapping[str, Any], queries: Sequence[Query], found_in: S
         sections.append(Section(query.name, [grid(shown), details]))
     header = ["query", "rank", "image", "similarity"]
     lines = [[row[name] for name in header] for row in metrics["rows"]]
-    sections.append(Section("The list", [download("neighbours.csv", header, lines)]))
+    sections.append(Section("The list", [download("neighbors.csv", header, lines)]))
     lead = (
         f"The nearest of {metrics['images']:,} images in {result['config']['data']}, by cosine, as "
         f"{metrics['encoder']} sees them ({metrics['vector']}). The first picture of each row is the query."
@@ -118,7 +118,7 @@ def the_map(points: Map, index: Index, pictures: Pictures) -> Html:
         groups=folders,
         group=[folders.index(folder_of(name)) for name in names],
         sheet=sheet(pictures.pixels(i, side=64) for i in ids),
-        neighbours=points.neighbours,
+        neighbors=points.neighbors,
         caption="Images that look alike to the network lie together (t-SNE).",
     )
 
@@ -129,7 +129,7 @@ def duplicates(metrics: Mapping[str, Any], names: Sequence[str], found: Explorat
         "There are too few images to tell which distance is small among them, so only equal ones count."
         if limit["dimension"] is None
         else f"Two images count as near-duplicates if they are closer than {limit['share']:.3f} of the distance that "
-        "each has to its other neighbours. The limit comes from this collection itself: around an image it looks like "
+        "each has to its other neighbors. The limit comes from this collection itself: around an image it looks like "
         f"points in {limit['dimension']:.1f} dimensions, where {limit['false_alarms']:g} images in all are expected "
         "below it by chance."
     )
@@ -158,7 +158,7 @@ def ratios(limit: Mapping[str, Any]) -> Html:
 def outliers(metrics: Mapping[str, Any], names: Sequence[str], found: Exploration, pictures: Pictures) -> list[str]:
     lines = [[names[row], folder_of(names[row]), float(found.likeness[row])] for row in found.oddest]
     items = [pictures.item(item, f"{item['likeness']:.3f}") for item in metrics["outliers"][:SHOWN_OUTLIERS]]
-    words = "The images least like their nearest neighbours, with the mean similarity to them; the oddest first."
+    words = "The images least like their nearest neighbors, with the mean similarity to them; the oddest first."
     return [words, download("outliers.csv", ["image", "folder", "likeness"], lines), grid(items)]
 
 
@@ -168,7 +168,7 @@ def clusters(metrics: Mapping[str, Any], names: Sequence[str], found: Exploratio
         for name, label, value in zip(names, found.clusters.label, found.clusters.similarity, strict=True)
     ]
     parts: list[str] = [
-        "Groups found by k-means, each with the images nearest its centre and the folders most of it comes from.",
+        "Groups found by k-means, each with the images nearest its center and the folders most of it comes from.",
         download("clusters.csv", ["image", "folder", "cluster", "similarity"], lines),
     ]
     for number, cluster in enumerate(metrics["clusters"], 1):

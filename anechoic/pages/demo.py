@@ -19,14 +19,14 @@ from anechoic.config import Config, adopt, differences, from_json, to_json
 from anechoic.data import open_source
 from anechoic.errors import UserError
 from anechoic.eval.encoders import Encoder, baselines, flat, open_encoder
+from anechoic.eval.eval_data import EvalData
 from anechoic.eval.evaluator import EvalSpec, Evaluator, Subject
-from anechoic.eval.eval_data import Labelled
 from anechoic.eval.metrics.retrieval import facet, places
-from anechoic.recipes import recipe
 from anechoic.pages.tables import percent, text_table
-from anechoic.runtime.subprocesses import Children
-from anechoic.storage.files import read_json, write_json
+from anechoic.recipes import recipe
 from anechoic.runtime.run import last_seen
+from anechoic.runtime.subprocesses import Subprocesses
+from anechoic.storage.files import read_json, write_json
 
 # Things and the hands that draw them; no label is read in training.
 SOURCE = "emoji"
@@ -53,7 +53,7 @@ def run_demo(out: Path, *, samples: int, seed: int) -> Demo:
     train_arms(out, samples=samples, seed=seed)
     training_seconds = max(float(read_json(out / name / "results.json")["seconds"]) for name in ARMS)
     encoders = {name: open_encoder(out / name) for name in ARMS}
-    drawings = Labelled(None, open_source(SOURCE, channels=3), None, None)
+    drawings = EvalData(None, open_source(SOURCE, channels=3), None, None)
     subjects = {name: extract(encoder, drawings, layers="all") for name, encoder in encoders.items()}
     beside = {encoder.name: encoder for encoder in baselines(encoders["decayed"], seed=seed)}
     # Ranks of thousands of pixels take longer than the rest together, and their echo is 1 by definition.
@@ -75,7 +75,7 @@ def train_arms(out: Path, *, samples: int, seed: int) -> None:
     out.mkdir(parents=True, exist_ok=True)
     configs = {name: arm(alpha_min, samples=samples, seed=seed) for name, alpha_min in ARMS.items()}
     processes: dict[str, subprocess.Popen] = {}
-    with Children() as children:  # stopped or failed, each saves before it ends
+    with Subprocesses() as children:  # stopped or failed, each saves before it ends
         for name, config in configs.items():
             if is_trained(out / name, config):
                 continue
@@ -114,7 +114,7 @@ def is_trained(run: Path, config: Config) -> bool:
     return True
 
 
-def follow(out: Path, processes: dict[str, subprocess.Popen], children: Children, *, total: int) -> None:
+def follow(out: Path, processes: dict[str, subprocess.Popen], children: Subprocesses, *, total: int) -> None:
     """One bar for both, read from their metrics, until both have ended."""
     with tqdm(total=total, unit="img", unit_scale=True, desc="training both", mininterval=1, file=sys.stderr) as bar:
         while any(process.poll() is None for process in processes.values()):
@@ -132,7 +132,7 @@ def follow(out: Path, processes: dict[str, subprocess.Popen], children: Children
 LAYERS = {
     "retrieval_mean": "same thing, mean token (%)",
     "retrieval_class": "same thing, class token (%)",
-    "rank_columns_mean": "effective rank, centred",
+    "rank_columns_mean": "effective rank, centered",
     "cka_mean": "echo (CKA with the embedding)",
 }
 
@@ -140,7 +140,7 @@ LAYERS = {
 MEASURED = ("retrieval", "rank", "echo")
 
 
-def extract(encoder: Encoder, drawings: Labelled, *, layers: Any, metrics: tuple[str, ...] = MEASURED) -> Subject:
+def extract(encoder: Encoder, drawings: EvalData, *, layers: Any, metrics: tuple[str, ...] = MEASURED) -> Subject:
     spec = EvalSpec(metrics, layers=layers, poolings=poolings_of(encoder))
     return Evaluator(spec, cached=False).extract(encoder, drawings)
 
@@ -168,7 +168,7 @@ def across_hands(subject: Subject) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     return {layer: places(x, things, styles) for layer, x in means.items()}
 
 
-def last_row(name: str, subject: Subject, rows: list[dict[str, Any]], drawings: Labelled) -> dict[str, Any]:
+def last_row(name: str, subject: Subject, rows: list[dict[str, Any]], drawings: EvalData) -> dict[str, Any]:
     """What the last layer is worth, frozen."""
     encoder = subject.encoder
     last = {row["pooling"]: row for row in rows if row["layer"] == len(encoder.widths) - 1}

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from anechoic.data.emoji import SHEETS, read_index
-from anechoic.eval.metrics.analysis import tsne
 from anechoic.eval.evaluator import Subject
+from anechoic.eval.metrics.analysis import tsne
 from anechoic.eval.metrics.knn import nearest
-from anechoic.eval.reconstruction import reconstructions
 from anechoic.eval.metrics.retrieval import facet
+from anechoic.eval.reconstruction import reconstructions
 from anechoic.pages import figures
 from anechoic.pages.charts import line_chart
 from anechoic.pages.demo import ARMS, HEADER, Demo, points, verdict
@@ -39,7 +39,7 @@ from anechoic.pages.html import (
 from anechoic.pages.thumbnails import sheet
 from anechoic.runtime.run import read_metrics
 
-MAPPED_THINGS, NEIGHBOURS = 200, 6
+MAPPED_THINGS, NEIGHBORS = 200, 6
 
 
 def demo_page(demo: Demo, out: Path, result: Mapping[str, Any]) -> str:
@@ -63,7 +63,7 @@ def demo_page(demo: Demo, out: Path, result: Mapping[str, Any]) -> str:
     ]
     footer = (
         machine_line(result["machine"], result["commit"], seed) + " Drawings: Noto Emoji, Fluent UI Emoji, Twemoji and "
-        "EmojiOne 2, under the licences in anechoic/data/emoji_sheets/ATTRIBUTION.md."
+        "EmojiOne 2, under the licenses in anechoic/data/emoji_sheets/ATTRIBUTION.md."
     )
     return page(
         "One thing, five hands" if styles == 5 else f"One thing, {styles} hands",
@@ -161,9 +161,9 @@ def training_curves(out: Path) -> Html:
 
 
 def maps(demo: Demo, *, seed: int) -> list[str]:
-    """Both encoders on the same drawings, coloured by the hand: mixed colours mean that the thing counts."""
+    """Both encoders on the same drawings, colored by the hand: mixed colors mean that the thing counts."""
     parts: list[str] = [
-        "Drawings that lie close are alike to the encoder (t-SNE of the last block's mean token). Colours are hands: "
+        "Drawings that lie close are alike to the encoder (t-SNE of the last block's mean token). Colors are hands: "
         "where they mix, the thing counts for more than the drawing."
     ]
     for name, subject in demo.subjects.items():
@@ -177,8 +177,8 @@ def hands_map(subject: Subject, *, seed: int) -> Html:
     shown = np.unique(things)[sampled(len(np.unique(things)), MAPPED_THINGS, seed=seed)]
     rows = np.flatnonzero(np.isin(things, shown))
     vectors = subject.sets[len(subject.encoder.widths) - 1, "mean"][rows]
-    found = nearest(vectors, vectors, k=NEIGHBOURS + 1).indices.tolist()
-    source = subject.labelled.test
+    found = nearest(vectors, vectors, k=NEIGHBORS + 1).indices.tolist()
+    source = subject.eval_data.test
     pictures = [image.permute(1, 2, 0).numpy() for image in source.read_many(rows.tolist())]  # type: ignore[union-attr]
     return point_map(
         tsne(vectors, seed=seed),
@@ -186,7 +186,7 @@ def hands_map(subject: Subject, *, seed: int) -> Html:
         groups=index["styles"],
         group=styles[rows].tolist(),
         sheet=sheet(pictures, side=48),
-        neighbours=[[j for j in near if j != i][:NEIGHBOURS] for i, near in enumerate(found)],
+        neighbors=[[j for j in near if j != i][:NEIGHBORS] for i, near in enumerate(found)],
         filter_label="Hand",
         caption=f"{len(rows):,} drawings of {len(np.unique(shown))} things.",
     )

@@ -1,6 +1,6 @@
-"""The pictures of `anechoic analyze`: layers, a map, neighbours, patches and reconstructions of an encoder on data.
+"""The pictures of `anechoic analyze`: layers, a map, neighbors, patches and reconstructions of an encoder on data.
 
-Images are sampled evenly over the whole source by a seed, and neighbours are searched in all of it. Numbers come from
+Images are sampled evenly over the whole source by a seed, and neighbors are searched in all of it. Numbers come from
 the evaluator, drawing is figures.py's.
 """
 
@@ -15,22 +15,22 @@ import torch
 from torch import Tensor
 
 from anechoic.data import Subset
-from anechoic.eval.metrics.analysis import eigenvector_colours, tsne
 from anechoic.eval.encoders import Encoder
 from anechoic.eval.evaluator import Subject
-from anechoic.index.collection import sampled
 from anechoic.eval.feature_cache import batches
 from anechoic.eval.features import patch_maps
+from anechoic.eval.metrics.analysis import eigenvector_colors, tsne
 from anechoic.eval.metrics.knn import nearest
 from anechoic.eval.reconstruction import reconstructions, reconstructs, to_pixels
+from anechoic.index.collection import sampled
 from anechoic.pages import figures
 
 CURVES = {
     "rank_rows": "effective rank",
-    "rank_columns": "effective rank, centred",
+    "rank_columns": "effective rank, centered",
     "cka": "CKA with the embedding",
 }
-QUERIES, NEIGHBOURS, CLASSES, POINTS = 6, 5, 10, 2000
+QUERIES, NEIGHBORS, CLASSES, POINTS = 6, 5, 10, 2000
 
 
 def draw_all(subject: Subject, rows: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
@@ -41,16 +41,16 @@ def draw_all(subject: Subject, rows: Sequence[Mapping[str, Any]], folder: Path) 
     drawn = draw_layers(rows, folder / "layers", title=encoder.name)
     if labels is not None:
         drawn += draw_map(subject, vectors, labels, folder / "tsne", seed=seed)
-    drawn += draw_neighbours(subject, vectors, labels, folder / "neighbours", seed=seed)
+    drawn += draw_neighbors(subject, vectors, labels, folder / "neighbors", seed=seed)
     images = images_of(subject, sampled(len(vectors), 16, seed=seed))
     if encoder.widths[-1] >= 3:
-        colours = eigenvector_colours(patch_maps(encoder.model, images)).numpy(force=True)
+        colors = eigenvector_colors(patch_maps(encoder.model, images)).numpy(force=True)
         title = "first three singular vectors of the patches"
-        drawn += figures.draw_maps(to_pixels(encoder, images), colours, folder / "maps", title=title)
+        drawn += figures.draw_maps(to_pixels(encoder, images), colors, folder / "maps", title=title)
     if reconstructs(encoder):
         found = reconstructions(encoder, images[sampled(len(images), 6, seed=seed)], seed=seed)
         config: Any = encoder.model.config
-        kind = "normalised patches" if config.norm_pix else "pixels"
+        kind = "normalized patches" if config.norm_pix else "pixels"
         drawn += figures.draw_reconstructions(*found, folder / "reconstructions", title=f"trained on {kind}")
     return drawn
 
@@ -59,7 +59,7 @@ def images_of(subject: Subject, rows: np.ndarray) -> Tensor:
     """The prepared images behind these rows of the tested features."""
     assert subject.test is not None
     encoder: Encoder = subject.encoder
-    chosen = Subset(subject.labelled.test, subject.test.ids[rows])
+    chosen = Subset(subject.eval_data.test, subject.test.ids[rows])
     return torch.cat(list(batches(encoder, chosen, device=str(subject.device))))
 
 
@@ -87,21 +87,21 @@ def draw_map(subject: Subject, vectors: np.ndarray, labels: np.ndarray, path: Pa
 
 
 def names_of(subject: Subject) -> Sequence[str]:
-    labels = subject.labelled.test_labels
+    labels = subject.eval_data.test_labels
     assert labels is not None
-    return subject.labelled.classes or tuple(map(str, range(int(labels.max()) + 1)))
+    return subject.eval_data.classes or tuple(map(str, range(int(labels.max()) + 1)))
 
 
-def draw_neighbours(
+def draw_neighbors(
     subject: Subject, vectors: np.ndarray, labels: np.ndarray | None, path: Path, *, seed: int
 ) -> list[Path]:
     """The nearest images in the whole source for some of its images, without the image itself."""
-    k = min(NEIGHBOURS, len(vectors) - 1)
+    k = min(NEIGHBORS, len(vectors) - 1)
     if k < 1:
         return []
     queries = sampled(len(vectors), QUERIES, seed=seed)
     found = nearest(vectors, vectors[queries], k=k + 1)
-    # The image itself is one of its neighbours, the first unless others are equal to it.
+    # The image itself is one of its neighbors, the first unless others are equal to it.
     pairs = zip(found.indices.tolist(), found.similarities.tolist(), strict=True)
     kept = [
         [(j, s) for j, s in zip(*pair, strict=True) if j != query][:k]
@@ -109,7 +109,7 @@ def draw_neighbours(
     ]
     indices = np.array([[j for j, _ in row] for row in kept])
     pixels = to_pixels(subject.encoder, images_of(subject, np.concatenate([queries, indices.flatten()])))
-    return figures.draw_neighbours(
+    return figures.draw_neighbors(
         pixels[: len(queries)],
         pixels[len(queries) :].reshape(*indices.shape, *pixels.shape[1:]),
         path,
@@ -124,6 +124,6 @@ def caption(subject: Subject, row: int) -> str:
     """The class of an image, or the end of its name."""
     assert subject.test is not None
     index = int(subject.test.ids[row])
-    if subject.labelled.test_labels is not None:
-        return names_of(subject)[int(subject.labelled.test_labels[index])]
-    return Path(subject.labelled.test.name(index)).name[-18:]
+    if subject.eval_data.test_labels is not None:
+        return names_of(subject)[int(subject.eval_data.test_labels[index])]
+    return Path(subject.eval_data.test.name(index)).name[-18:]

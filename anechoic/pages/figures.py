@@ -1,4 +1,4 @@
-"""Pictures: t-SNE, reconstructions, maps, neighbours, rank over depth and over training, as PNG and SVG.
+"""Pictures: t-SNE, reconstructions, maps, neighbors, rank over depth and over training, as PNG and SVG.
 
 The only file that imports matplotlib; arrays in, files out, nothing computed. Lines and classes differ in marker and
 dash as well as in shade, so that every picture can be read in black and white. (Figures 3 to 7.)
@@ -23,7 +23,7 @@ P = ParamSpec("P")
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
 DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (6, 2, 2, 2)))
-# Dark to light with distinct lightness, so that they stay apart in grey.
+# Dark to light with distinct lightness, so that they stay apart in gray.
 SHADES = ("#1b1b3a", "#5f2c82", "#a33b6b", "#d1603d", "#3a7d44", "#2a6f97", "#8d99ae", "#e0a458", "#6b705c", "#c9ada7")
 STYLE: Any = {
     "font.size": 9,
@@ -105,7 +105,7 @@ def draw_reconstructions(
         for column, (name, pictures) in enumerate(columns):
             show(axes[row, column], pictures[i], title=name if row == 0 else "")
             if name == "visible":
-                # Hatching marks hidden patches even where the image itself is grey.
+                # Hatching marks hidden patches even where the image itself is gray.
                 axes[row, column].contourf(hidden[i], levels=[0.5, 1.5], colors="none", hatches=["//////"])
     figure.suptitle(title, fontsize=9)
     return save(figure, path)
@@ -128,9 +128,9 @@ def draw_maps(images: np.ndarray, maps: np.ndarray, path: str | Path, *, title: 
 
 
 @styled
-def draw_neighbours(
+def draw_neighbors(
     queries: np.ndarray,
-    neighbours: np.ndarray,
+    neighbors: np.ndarray,
     path: str | Path,
     *,
     similarities: np.ndarray,
@@ -138,16 +138,16 @@ def draw_neighbours(
     correct: np.ndarray | None = None,
     title: str = "",
 ) -> list[Path]:
-    """queries (n, H, W, C), neighbours (n, k, H, W, C), similarities (n, k); names: of each query and its
-    neighbours; where correct (n, k) is false, a cross."""
-    n, k = neighbours.shape[:2]
+    """queries (n, H, W, C), neighbors (n, k, H, W, C), similarities (n, k); names: of each query and its
+    neighbors; where correct (n, k) is false, a cross."""
+    n, k = neighbors.shape[:2]
     figure, axes = panels(n, k + 1, width=1.2, height=1.45)
     for row in range(n):
         show(axes[row, 0], queries[row], title=f"query\n{names[row][0]}")
         for column in range(k):
             wrong = correct is not None and not correct[row, column]
             words = f"{similarities[row, column]:.2f}{' ✗' if wrong else ''}\n{names[row][column + 1]}"
-            show(axes[row, column + 1], neighbours[row, column], title=words)
+            show(axes[row, column + 1], neighbors[row, column], title=words)
     figure.suptitle(title, fontsize=9)
     return save(figure, path)
 
@@ -275,7 +275,7 @@ def line_style(i: int) -> dict[str, Any]:
 
 
 def show(axis: Axes, picture: np.ndarray, *, title: str = "") -> None:
-    """One image (H, W, C) in 0 .. 1 without ticks; one channel as grey, the first three of more."""
+    """One image (H, W, C) in 0 .. 1 without ticks; one channel as gray, the first three of more."""
     picture = np.clip(picture, 0, 1)
     picture = picture[..., 0] if picture.shape[-1] < 3 else picture[..., :3]
     axis.imshow(picture, cmap="gray", vmin=0, vmax=1, interpolation="nearest")

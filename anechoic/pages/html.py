@@ -18,8 +18,8 @@ from anechoic.outcome import plain
 from anechoic.pages.tables import cell
 from anechoic.storage.files import write_aside
 
-# Groups on a map differ in colour, then in shape too (page.js draws the same); longer legends are left out.
-COLOURS, SHAPES, MAX_LEGEND = 7, "●■▲◆", 28
+# Groups on a map differ in color, then in shape too (page.js draws the same); longer legends are left out.
+COLORS, SHAPES, MAX_LEGEND = 7, "●■▲◆", 28
 ASSETS = Path(__file__).parent / "assets"
 MIME = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"RIFF": "image/webp", b"<svg": "image/svg+xml"}
 
@@ -243,12 +243,12 @@ def point_map(
     group: Sequence[int],
     sheet: Sheet,
     caption: str,
-    neighbours: Sequence[Sequence[int]] | None = None,
+    neighbors: Sequence[Sequence[int]] | None = None,
     filter_label: str = "Folder",
 ) -> Html:
     """points (n, 2) with a picture of the sheet for each, shown on hover and focus; group: an index into groups.
 
-    neighbours: of each point, indices of others, shown when it is picked.
+    neighbors: of each point, indices of others, shown when it is picked.
     """
     place = [[float(value) for value in point] for point in points]
     x, y = (_to_unit([point[axis] for point in place]) for axis in (0, 1))
@@ -259,7 +259,7 @@ def point_map(
         "group": [int(i) for i in group],
         "groups": list(groups),
         "sheet": sheet._asdict(),
-        "neighbours": neighbours,
+        "neighbors": neighbors,
     }
     counts = [sum(number == i for number in group) for i in range(len(groups))]
     options = "".join(
@@ -284,12 +284,12 @@ def point_map(
         '<div class="tip" hidden role="status"></div></div>'
     )
     legend = "".join(
-        f'<span><b style="color:var(--c{i % COLOURS})">{SHAPES[i // COLOURS % len(SHAPES)]}</b> {escape(name)}</span>'
+        f'<span><b style="color:var(--c{i % COLORS})">{SHAPES[i // COLORS % len(SHAPES)]}</b> {escape(name)}</span>'
         for i, name in enumerate(groups)
         if counts[i]
     )
     help_text = "Point at a mark, or use the arrow keys on the map; + and − zoom, dragging moves."
-    help_text += " Click or press Enter for the nearest images." if neighbours is not None else ""
+    help_text += " Click or press Enter for the nearest images." if neighbors is not None else ""
     told = f'<div class="legend">{legend}</div>' if 1 < len(groups) <= MAX_LEGEND else ""
     return Html(
         f'<figure class="map">{embedded(data)}{controls}{stage}{told}<div class="picked" aria-live="polite"></div>'
@@ -305,5 +305,5 @@ def _to_unit(values: Sequence[float]) -> list[float]:
 
 def machine_line(machine: Mapping[str, object], commit: str | None, seed: int | None) -> str:
     version = f"commit {commit[:12]}" if commit else f"anechoic {machine['anechoic']}"
-    where = f"{machine['cores']} cores ({machine['processor']})"
+    where = f"{machine['cores']} cores ({machine['cpu']})"
     return f"Measured with {version}, seed {seed}, torch {machine['torch']}, {where}."

@@ -1,4 +1,4 @@
-"""The page of `anechoic report`: verdict, training, layers, reconstructions, neighbours and map of one run or several.
+"""The page of `anechoic report`: verdict, training, layers, reconstructions, neighbors and map of one run or several.
 
 Numbers come from summary.py; the page is made by html.py. The live page of `anechoic serve` uses the same sections.
 """
@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from anechoic.eval.metrics.analysis import tsne
 from anechoic.eval.evaluator import Subject
-from anechoic.index.index import SCALING, Searchable, nearest_others
+from anechoic.eval.metrics.analysis import tsne
 from anechoic.eval.reconstruction import reconstructions, reconstructs, to_pixels
 from anechoic.eval.verdict import Verdict
+from anechoic.index.index import SCALING, Searchable, nearest_others
 from anechoic.pages.charts import line_chart
 from anechoic.pages.explanation import images_of, names_of, sampled
 from anechoic.pages.html import (
@@ -36,7 +36,7 @@ from anechoic.pages.tables import cell, duration
 from anechoic.pages.thumbnails import sheet, thumbnail
 
 KINDS = {"learning": "good", "plateaued": "warn", "collapsed": "bad", "worse than raw pixels": "bad"}
-QUERIES, NEIGHBOURS, SHOWN, MAPPED = 5, 6, 6, 600
+QUERIES, NEIGHBORS, SHOWN, MAPPED = 5, 6, 6, 600
 # Layers of a network whose curve over time is drawn, spread over its depth.
 TRACED = 4
 LAYER_COLUMNS = {
@@ -114,7 +114,7 @@ def facts_table(summaries: Sequence[Summary]) -> Html:
         "seen": "samples seen",
         "epochs": "epochs",
         "seconds": "time",
-        "algorithm": "optimiser",
+        "algorithm": "optimizer",
         "lr": "peak rate",
         "batch_size": "batch",
         "seed": "seed",
@@ -236,8 +236,8 @@ def layer_parts(summaries: Sequence[Summary]) -> list[str]:
 
 
 def picture_sections(summaries: Sequence[Summary], *, several: bool) -> list[Section]:
-    """Reconstructions, neighbours and map of the first run of each arm."""
-    kinds = {"Reconstructions": reconstruction_parts, "Neighbours": neighbour_parts, "Map": map_parts}
+    """Reconstructions, neighbors and map of the first run of each arm."""
+    kinds = {"Reconstructions": reconstruction_parts, "Neighbors": neighbor_parts, "Map": map_parts}
     sections = []
     for title, draw in kinds.items():
         parts: list[str] = []
@@ -288,9 +288,9 @@ def vectors_of(subject: Subject) -> np.ndarray:
     return list(subject.sets.values())[-1]
 
 
-def neighbour_parts(subject: Subject) -> list[str]:
+def neighbor_parts(subject: Subject) -> list[str]:
     vectors = vectors_of(subject)
-    k = min(NEIGHBOURS, len(vectors) - 1)
+    k = min(NEIGHBORS, len(vectors) - 1)
     if k < 1:
         return []
     queries = sampled(len(vectors), QUERIES, seed=subject.spec.seed)
@@ -318,7 +318,7 @@ def names_for(subject: Subject, row: int) -> list[str]:
     """The end of an image's name and, if it has one, its class."""
     assert subject.test is not None
     index = int(subject.test.ids[row])
-    labels, name = subject.labelled.test_labels, Path(subject.labelled.test.name(index)).name
+    labels, name = subject.eval_data.test_labels, Path(subject.eval_data.test.name(index)).name
     return [name] if labels is None else [name, names_of(subject)[int(labels[index])]]
 
 
@@ -330,12 +330,12 @@ def map_parts(subject: Subject) -> list[str]:
     assert subject.test is not None
     chosen = sampled(len(vectors), MAPPED, seed=seed)
     ids = subject.test.ids[chosen]
-    labels = subject.labelled.test_labels
+    labels = subject.eval_data.test_labels
     groups = ["images"] if labels is None else list(names_of(subject))
     return [
         point_map(
             tsne(vectors[chosen], seed=seed),
-            names=[Path(subject.labelled.test.name(int(i))).name for i in ids],
+            names=[Path(subject.eval_data.test.name(int(i))).name for i in ids],
             groups=groups,
             group=[0] * len(ids) if labels is None else labels[ids].tolist(),
             sheet=sheet(pictures_of(subject, chosen), side=48),

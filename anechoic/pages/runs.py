@@ -17,8 +17,8 @@ from anechoic.data.split import hold_out
 from anechoic.errors import UserError
 from anechoic.eval.denoisers import open_noisy
 from anechoic.eval.encoders import Encoder, run_encoder
+from anechoic.eval.eval_data import EvalData, open_maybe_labeled
 from anechoic.eval.feature_cache import pick_device
-from anechoic.eval.eval_data import Labelled, open_maybe_labelled
 from anechoic.eval.verdict import Verdict, measure, verdict_of
 from anechoic.runtime.checkpoint import hint, load
 from anechoic.runtime.run import VALIDATION, read_environment, read_frozen_config, read_metrics
@@ -132,12 +132,12 @@ def weights_of(run: RunOnDisk) -> int:
     return sum(parameter.numel() for parameter in load(run.path).parameters())
 
 
-def images_for(run: RunOnDisk, data: str | None) -> Labelled:
+def images_for(run: RunOnDisk, data: str | None) -> EvalData:
     """The images to look at: those asked for, or the run's own; with labels if they have them."""
     where = data or run.config.data.source
     if data is None and is_latents(where):
         raise UserError(f"{run.path} was trained on latents, which are no pictures: give images with --data.")
-    return open_maybe_labelled(where, channels=run.config.data.channels)
+    return open_maybe_labeled(where, channels=run.config.data.channels)
 
 
 def held_out_of(run: RunOnDisk) -> Source:

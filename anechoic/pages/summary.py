@@ -66,7 +66,7 @@ class Summary:
         }
 
 
-def summarise(
+def summarize(
     run: RunOnDisk, *, name: str, data: str | None = None, samples: int = 2000, device: str = "auto", seed: int = 0
 ) -> Summary:
     """What cannot be measured, for want of weights, images or labels, is named instead."""
@@ -93,12 +93,12 @@ def layers_of(
     run: RunOnDisk, encoder: Encoder, *, data: str | None, samples: int, device: str, seed: int
 ) -> tuple[list[dict[str, Any]], Subject]:
     """A row per layer, of the mean token: rank, echo, norm, and with labels k-NN and probe."""
-    labelled = images_for(run, data)
-    labels = labelled.test_labels
+    eval_data = images_for(run, data)
+    labels = eval_data.test_labels
     judged = labels is not None and len(np.unique(labels)) > 1
     metrics = ("rank", "echo", "norm", "stream", *(("knn", "probe") if judged else ()))
-    spec = EvalSpec(metrics, layers="all", poolings=("mean",), tested=samples, seed=seed)
-    subject = Evaluator(spec, device=device).extract(encoder, labelled)
+    spec = EvalSpec(metrics, layers="all", poolings=("mean",), max_test=samples, seed=seed)
+    subject = Evaluator(spec, device=device).extract(encoder, eval_data)
     found = Evaluator(spec, device=device).measure(subject)
     rows = []
     for row in found.rows:

@@ -43,7 +43,7 @@ def fitted(pixels: np.ndarray, side: int) -> Image.Image:
 
 
 def as_picture(pixels: np.ndarray) -> Image.Image:
-    """One channel as grey, the first three of more."""
+    """One channel as gray, the first three of more."""
     pixels = np.ascontiguousarray(pixels[..., :3] if pixels.shape[-1] >= 3 else np.repeat(pixels[..., :1], 3, axis=-1))
     return Image.fromarray(pixels)
 

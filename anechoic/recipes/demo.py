@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from anechoic.config import Config, MonitorConfig
+from anechoic.config import Config, ValidationConfig
 from anechoic.recipes.pocket import pocket_mae_emoji
 
 
@@ -19,7 +19,7 @@ def demo_mae() -> Config:
     return replace(
         base,
         optim=replace(base.optim, samples=64_000),
-        monitor=MonitorConfig(every=6_400),
+        validation=ValidationConfig(every=6_400),
         threads=1,
     )
 

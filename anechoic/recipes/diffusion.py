@@ -13,15 +13,15 @@ from anechoic.config import Config, DataConfig, ModelConfig, ObjectiveConfig, Op
 
 HALF = 0.5
 UVIT_OPTIM = OptimConfig(
-    lr=2e-4, betas=(0.99, 0.99), weight_decay=0.03, decayed="all", schedule="constant", ema=0.9999, epochs=None
+    lr=2e-4, betas=(0.99, 0.99), weight_decay=0.03, weight_decay_on="all", schedule="constant", ema=0.9999, epochs=None
 )
 
 
 def pixels(source: str, *, size: int, channels: int, flip: bool, labels: bool = False) -> DataConfig:
     """Whole images in -1..1."""
-    grey = (HALF,) * channels
+    gray = (HALF,) * channels
     return DataConfig(
-        source, image_size=size, channels=channels, mean=grey, std=grey, augment="none", flip=flip, labels=labels
+        source, image_size=size, channels=channels, mean=gray, std=gray, augment="none", flip=flip, labels=labels
     )
 
 

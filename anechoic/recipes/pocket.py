@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from anechoic.config import Config, DataConfig, ModelConfig, MonitorConfig, OptimConfig, ShortcutConfig
+from anechoic.config import Config, DataConfig, ModelConfig, OptimConfig, ShortcutConfig, ValidationConfig
 from anechoic.recipes.pretrain import choose_pocket_lr
 
 # The autoencoder of the pocket protocol.
@@ -46,7 +46,7 @@ def pocket_mae_digits() -> Config:
         ),
         shortcut=ShortcutConfig(alpha_min=0.6),
         optim=OptimConfig(batch_size=128, epochs=100, lr=2e-3),
-        monitor=MonitorConfig(knn=1000),
+        validation=ValidationConfig(knn=1000),
     )
 
 
@@ -67,7 +67,7 @@ def pocket_mae_scenes() -> Config:
         optim=OptimConfig(
             algorithm="muon", batch_size=128, epochs=20, lr=choose_pocket_lr("muon", batch_size=128, samples=197_000)
         ),
-        monitor=MonitorConfig(knn=2000),
+        validation=ValidationConfig(knn=2000),
     )
 
 
@@ -83,7 +83,7 @@ def pocket_mae_cifar100() -> Config:
         base,
         data=replace(base.data, source="hf:cifar100:train"),
         optim=replace(base.optim, epochs=15, lr=choose_pocket_lr("muon", batch_size=128, samples=741_000)),
-        monitor=MonitorConfig(knn=5000),
+        validation=ValidationConfig(knn=5000),
     )
 
 

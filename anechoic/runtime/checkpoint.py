@@ -20,10 +20,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from anechoic.data.preprocess import Preprocess
 from anechoic.errors import UserError, nearest_name
 from anechoic.models import family_of, to_json
 from anechoic.models.network import Network, check_marks
-from anechoic.data.preprocess import Preprocess
+from anechoic.runtime.fsdp import placed
 from anechoic.runtime.model_card import FORMAT, network_of
 from anechoic.storage.files import (
     checksum,
@@ -34,7 +35,6 @@ from anechoic.storage.files import (
     write_aside,
     write_json,
 )
-from anechoic.runtime.fsdp import placed
 from anechoic.storage.safe_io import read_table, reason
 
 log = logging.getLogger("anechoic")
@@ -167,7 +167,7 @@ def read_tensors(path: Path, name: str) -> dict[str, Tensor]:
     return load_file(file)
 
 
-# ---- optimiser state as named tensors
+# ---- optimizer state as named tensors
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -184,7 +184,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Te
     parameters = _parameters(optimizer)
     for full_name, value in tensors.items():
         name, key = full_name.rsplit("/", 1)
-        # The step count, one number, stays where a fused optimiser wants it: with its parameter.
+        # The step count, one number, stays where a fused optimizer wants it: with its parameter.
         value = value.reshape(()) if key == "step" else value
         optimizer.state[parameters[name]][key] = placed(value, parameters[name])
 

@@ -31,10 +31,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anechoic.errors import UserError
-from anechoic.runtime.subprocesses import Asked, end_with, noting_signals
 from anechoic.runtime.devices import own_device
-from anechoic.storage.files import reserve
 from anechoic.runtime.signals import InterruptedRun, leave
+from anechoic.runtime.subprocesses import Asked, end_with, noting_signals
+from anechoic.storage.files import reserve
 
 log = logging.getLogger("anechoic")
 
@@ -50,7 +50,7 @@ class World:
     device: torch.device
 
     @property
-    def is_first(self) -> bool:
+    def is_rank_zero(self) -> bool:
         return self.rank == 0
 
 
@@ -254,12 +254,12 @@ def join() -> Iterator[World]:
 # ---- agreeing
 
 
-def from_first(world: World, function: Callable[[], Result]) -> Result:
+def broadcast(world: World, function: Callable[[], Result]) -> Result:
     """What function() returns in the first process, in all of them; its UserError is raised in all of them."""
     if world.size == 1:
         return function()
     box: list[Any] = [None, None]
-    if world.is_first:
+    if world.is_rank_zero:
         try:
             box[0] = function()
         except UserError as problem:
@@ -270,7 +270,7 @@ def from_first(world: World, function: Callable[[], Result]) -> Result:
     return box[0]
 
 
-def wait_for_all(world: World) -> None:
+def barrier(world: World) -> None:
     """Return once every process has come here."""
     if world.size > 1:
         dist.barrier()
@@ -393,7 +393,7 @@ def shared_memory(world: World, size: int) -> Tensor | None:
         return name
 
     with holding:
-        name = from_first(world, create)
+        name = broadcast(world, create)
         if name is None:
             return None
         memory = torch.from_file(name, shared=True, size=world.size * size)

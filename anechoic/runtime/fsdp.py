@@ -1,4 +1,4 @@
-"""Weights, gradients and optimiser shared out over processes by FSDP2: each holds some rows of every tensor.
+"""Weights, gradients and optimizer shared out over processes by FSDP2: each holds some rows of every tensor.
 
 It wraps a module, and says of a tensor what this process holds of it and what all hold together. How such tensors are
 kept on disk is parts.py's. FSDP2 is imported when it is used: that takes a second.
@@ -44,25 +44,25 @@ def shard(world: World, module: nn.Module, *, dtype: torch.dtype) -> nn.Module:
     return module
 
 
-def is_shared_out(tensor: Tensor) -> bool:
+def is_distributed(tensor: Tensor) -> bool:
     library = sys.modules.get("torch.distributed.tensor")  # where nobody imported it there are none
     return library is not None and isinstance(tensor, library.DTensor)
 
 
 def local(tensor: Any) -> Tensor:
     """What this process holds: its rows, in the same memory, or all of an ordinary tensor."""
-    return tensor.to_local() if is_shared_out(tensor) else tensor
+    return tensor.to_local() if is_distributed(tensor) else tensor
 
 
 def whole(tensor: Any) -> Tensor:
     """All rows, in every process; all must ask at the same time."""
-    return tensor.full_tensor() if is_shared_out(tensor) else tensor
+    return tensor.full_tensor() if is_distributed(tensor) else tensor
 
 
 def placed(value: Tensor, like: Any) -> Tensor:
     """A whole value kept as `like` is: on its device, and shared out if that is, without any message."""
     value = value.to(like.device)
-    if not is_shared_out(like) or value.shape != like.shape:
+    if not is_distributed(like) or value.shape != like.shape:
         return value
     from torch.distributed.tensor import distribute_tensor
 
@@ -74,6 +74,6 @@ def gathered(world: World, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found = {}
     for name, tensor in tensors.items():
         value = whole(tensor.detach())
-        if world.is_first:
+        if world.is_rank_zero:
             found[name] = value
     return found

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anechoic.data.preprocess import Preprocess
 from anechoic.errors import UserError
 from anechoic.models import build, from_json
 from anechoic.models.network import Network, NetworkConfig, check_marks
-from anechoic.data.preprocess import Preprocess
 from anechoic.storage.safe_io import of_kind
 
 FORMAT = "anechoic/1"

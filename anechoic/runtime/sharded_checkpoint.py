@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from anechoic.errors import UserError
-from anechoic.runtime.distributed import World, from_first
-from anechoic.storage.files import write_aside
+from anechoic.runtime.distributed import World, broadcast
 from anechoic.runtime.signals import InterruptedRun
+from anechoic.storage.files import write_aside
 
 try:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -77,7 +77,7 @@ class PartsWriter:
                 failed(problem)
                 return None
 
-        temporary = from_first(self.world, begin)
+        temporary = broadcast(self.world, begin)
         if temporary is None:
             self.pending = Future()
             self.pending.set_result(False)
@@ -90,13 +90,13 @@ class PartsWriter:
             try:
                 with aside:
                     written.result()
-                    if self.world.is_first:
+                    if self.world.is_rank_zero:
                         finish(Path(temporary))
-                if self.world.is_first:
+                if self.world.is_rank_zero:
                     after()
             except (CheckpointException, OSError) as problem:
                 refused = disk_error(problem)
-                if self.world.is_first:
+                if self.world.is_rank_zero:
                     failed(refused)
                 return False
             return True
@@ -111,7 +111,7 @@ class PartsWriter:
         if pending is None:
             return True
         saved = pending.result()
-        return from_first(self.world, lambda: saved)
+        return broadcast(self.world, lambda: saved)
 
     def __enter__(self) -> PartsWriter:
         return self
@@ -123,7 +123,7 @@ class PartsWriter:
 
 
 def _rows(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A part is a range of rows, so numbers (the optimiser's step counts) are kept as rows of one; same memory."""
+    """A part is a range of rows, so numbers (the optimizer's step counts) are kept as rows of one; same memory."""
     return {name: tensor.detach().reshape(1) if tensor.ndim == 0 else tensor for name, tensor in tensors.items()}
 
 

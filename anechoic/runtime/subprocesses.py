@@ -40,8 +40,8 @@ def end_with(parent: int, *, number: int = signal.SIGKILL, every: float = 0.2) -
     threading.Thread(target=look, daemon=True).start()
 
 
-def end_with_whoever_started_me() -> None:
-    """For a command that `Children` may have started: SIGTERM, so that it can save, once that process is gone."""
+def exit_when_parent_exits() -> None:
+    """For a command that `Subprocesses` may have started: SIGTERM, so that it can save, once that process is gone."""
     parent = os.environ.pop(PARENT, "")
     if parent.isdecimal():
         end_with(int(parent), number=signal.SIGTERM)
@@ -54,7 +54,7 @@ class Asked:
     number = 0
 
 
-class Children:
+class Subprocesses:
     """Commands started by this process. SIGTERM and Ctrl-C are passed on so that each can save; a second one kills.
 
     Handlers only take note: `check` acts, from the loop of whoever waits for the children.
@@ -83,7 +83,7 @@ class Children:
         if self.asked.number and not self.running:
             raise SystemExit(128 + self.asked.number)
 
-    def __enter__(self) -> Children:
+    def __enter__(self) -> Subprocesses:
         self._signals = noting_signals(self.asked)
         self._signals.__enter__()
         return self

@@ -19,9 +19,9 @@ from pydantic import BaseModel, Field
 from anechoic import __version__
 from anechoic.errors import UserError
 from anechoic.server.control import Control, State
+from anechoic.server.inference import Studio
 from anechoic.server.middleware import Guard, Limits, Refusal
 from anechoic.server.page import live_page, report_of, status_of, verdict_on
-from anechoic.server.inference import Studio
 from anechoic.server.worker import Busy, Worker
 
 Pooling = Literal["class", "mean", "all"]
@@ -44,7 +44,7 @@ class Embedding(BaseModel):
     weights: str
 
 
-class Neighbour(BaseModel):
+class Neighbor(BaseModel):
     name: str
     similarity: float
     picture: str = Field(description="a data URI")
@@ -52,7 +52,7 @@ class Neighbour(BaseModel):
 
 class Found(BaseModel):
     searched: int
-    neighbours: list[Neighbour]
+    neighbors: list[Neighbor]
 
 
 class Reconstruction(BaseModel):
@@ -107,7 +107,7 @@ class Status(BaseModel):
     resume_command: str
 
 
-class Judgement(BaseModel):
+class Judgment(BaseModel):
     """html: the same for the page."""
 
     word: Literal["learning", "plateaued", "collapsed", "worse than raw pixels"]
@@ -224,9 +224,9 @@ def create_app(
         return Status(**told, problem=problem, searchable=searchable)
 
     @app.get("/verdict", summary="Whether training worked, judged without labels")
-    async def verdict() -> Judgement:
+    async def verdict() -> Judgment:
         ready()
-        return Judgement(**await once(partial(verdict_on, path, studio.run.seen, device=device)))
+        return Judgment(**await once(partial(verdict_on, path, studio.run.seen, device=device)))
 
     @app.post("/stop", summary="Ask the training to save and end")
     async def stop() -> Done:
@@ -255,7 +255,7 @@ def create_app(
         if collection is None:
             raise Refusal(503, "The images are still being embedded.", **{"retry-after": "2"})
         found = await once(partial(studio.search, await image.read(), k=k))
-        return Found(searched=len(collection), neighbours=[Neighbour(**one) for one in found])
+        return Found(searched=len(collection), neighbors=[Neighbor(**one) for one in found])
 
     @app.post("/reconstruct", summary="What the autoencoder makes of an image with patches hidden")
     async def reconstruct(
@@ -272,7 +272,7 @@ def create_app(
         content = await image.read()
         return Reconstruction(**await once(partial(studio.reconstruct, content, hidden=places, ratio=ratio, seed=seed)))
 
-    @app.post("/patches", summary="The patch tokens of an image as colours")
+    @app.post("/patches", summary="The patch tokens of an image as colors")
     async def patches(image: Upload) -> PatchMap:
         ready()
         return PatchMap(**await once(partial(studio.patches, await image.read())))

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 from anechoic.errors import UserError
-from anechoic.runtime.subprocesses import Children
 from anechoic.runtime.run import holder
+from anechoic.runtime.subprocesses import Subprocesses
 
 LOG = "resumed.log"
 State = Literal["running", "stopped", "finished"]
@@ -23,7 +23,7 @@ class Control:
 
     def __init__(self, run: Path) -> None:
         self.run = run
-        self.children = Children()
+        self.children = Subprocesses()
         self.resumed: subprocess.Popen | None = None
 
     @property

@@ -17,22 +17,22 @@ import torch
 from torch import Tensor
 
 from anechoic.data import Undecodable, decode, open_source
-from anechoic.data.decode import stated_size
+from anechoic.data.decoding import stated_size
 from anechoic.data.loader import min_side_for
 from anechoic.diffusion.generate import Request, generate
 from anechoic.errors import UserError
-from anechoic.eval.metrics.analysis import eigenvector_colours
 from anechoic.eval.denoisers import NoisyEncoder
 from anechoic.eval.embedding import Pictures
 from anechoic.eval.encoders import Encoder
 from anechoic.eval.feature_cache import batches, features_of
 from anechoic.eval.features import Pooling, patch_maps
-from anechoic.index.index import SCALING, VECTOR, Index, Searchable, Vector, encoder_for, open_index
+from anechoic.eval.metrics.analysis import eigenvector_colors
 from anechoic.eval.reconstruction import filled_in, grid_of, reconstructs, to_pixels
+from anechoic.index.index import SCALING, VECTOR, Index, Searchable, Vector, encoder_for, open_index
 from anechoic.pages.run_page import as_bytes
 from anechoic.pages.runs import RunOnDisk, encoder_of, open_run
 from anechoic.pages.thumbnails import thumbnail
-from anechoic.rng import Draws
+from anechoic.rng import SampleGenerator
 from anechoic.runtime.checkpoint import model_directory
 
 PICTURE = 256
@@ -110,7 +110,7 @@ class Studio:
         about = {"layer": number, "pooling": pooled, "dim": vectors.shape[1], "weights": encoder.fingerprint}
         return [row if isinstance(row, UserError) else {"vector": vectors[row].tolist(), **about} for row in found]
 
-    # ---- neighbours
+    # ---- neighbors
 
     @property
     def collection(self) -> Collection | None:
@@ -166,13 +166,13 @@ class Studio:
         }
 
     def patches(self, data: bytes) -> dict[str, Any]:
-        """The image and its patch tokens in colours."""
+        """The image and its patch tokens in colors."""
         encoder = self.encoder()
         images = self.prepared(data)
-        colours = eigenvector_colours(patch_maps(encoder.model, images)).numpy(force=True)[0]
+        colors = eigenvector_colors(patch_maps(encoder.model, images)).numpy(force=True)[0]
         return {
             "image": thumbnail(as_bytes(to_pixels(encoder, images)[0]), side=PICTURE),
-            "patches": thumbnail(as_bytes(colours), side=PICTURE),
+            "patches": thumbnail(as_bytes(colors), side=PICTURE),
         }
 
     def sample(self, **choices: Any) -> dict[str, Any]:
@@ -189,7 +189,7 @@ def hidden_patches(count: int, hidden: Sequence[int] | None, *, ratio: float, se
     mask = torch.zeros(count, dtype=torch.bool)
     if hidden is None:
         number = torch.zeros(1, dtype=torch.int64)
-        order = Draws(seed, number, number).uniform("mask", count)[0].argsort()
+        order = SampleGenerator(seed, number, number).uniform("mask", count)[0].argsort()
         mask[order[: min(count - 1, round(ratio * count))]] = True
         return mask
     if any(not 0 <= place < count for place in hidden):

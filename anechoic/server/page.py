@@ -13,7 +13,7 @@ from anechoic.outcome import commit, machine, plain
 from anechoic.pages.html import Html, Section, figure, machine_line, page
 from anechoic.pages.run_page import report_page, training_charts, verdict_note
 from anechoic.pages.runs import RunOnDisk, curves, encoder_of, facts, judge, open_run
-from anechoic.pages.summary import Summary, summarise
+from anechoic.pages.summary import Summary, summarize
 from anechoic.pages.tables import duration
 
 ASSETS = Path(__file__).parent / "assets"
@@ -87,6 +87,6 @@ def verdict_on(path: Path, seen: int, *, device: str) -> dict[str, Any]:
 
 def report_of(path: Path, *, data: str | None, device: str) -> str:
     run = open_run(path)
-    summary = summarise(run, name=run.name, data=data, device=device)
+    summary = summarize(run, name=run.name, data=data, device=device)
     numbers = plain({"runs": [summary.to_json()], "comparison": []})
     return report_page([summary], [], numbers=numbers, footer=machine_line(machine(), commit(), 0))

@@ -14,14 +14,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from anechoic.adapters import blocks
+from anechoic.adapters.blocks import Found
 from anechoic.errors import UserError, nearest_name
 from anechoic.models import build
 from anechoic.models.layers import zero_branch_outputs
 from anechoic.models.network import MARKS, Network, NetworkConfig
 from anechoic.shortcut import AlphaMin, Shortcut, Stream, shortcut_factors
-from anechoic.adapters import blocks
 from anechoic.surgery.algebra import Factors, edits, rescale
-from anechoic.adapters.blocks import Found
 
 ONLY = ("attention", "mlp")
 
@@ -133,7 +133,7 @@ def streams(model: nn.Module) -> list[Found]:
     found = _find(model) if isinstance(model, Network) else blocks.join(model)
     if not found:
         raise UserError(
-            f"Nothing in {type(model).__name__} was recognised as a residual branch; looked for: {blocks.KNOWN}."
+            f"Nothing in {type(model).__name__} was recognized as a residual branch; looked for: {blocks.KNOWN}."
         )
     inner = [
         type(each.module).__name__ for each in found if isinstance(each.module, Network) and each.module is not model
@@ -262,7 +262,7 @@ def _field_names(config: NetworkConfig) -> set[str]:
 def _rebuilt(network: Network, config: NetworkConfig, state: dict[str, Tensor]) -> Any:
     """A network of this config with these weights and its own marks, on the original's device and in its mode."""
     reference = next(network.parameters())
-    with torch.random.fork_rng(devices=[]):  # initialising the copy must not advance the caller's random numbers
+    with torch.random.fork_rng(devices=[]):  # initializing the copy must not advance the caller's random numbers
         rebuilt = build(config).to(device=reference.device, dtype=reference.dtype)
     shortcut_keys = {f"{info.name}.alpha" for info in shortcuts(network)}
     weights = {

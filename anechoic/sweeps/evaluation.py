@@ -16,9 +16,9 @@ import numpy as np
 
 from anechoic.data import Subset, open_source
 from anechoic.eval.encoders import Encoder, baselines, flat, run_encoder
+from anechoic.eval.eval_data import EvalData, evenly, open_eval_data
 from anechoic.eval.evaluator import EvalSpec, Evaluation, Evaluator, Subject
 from anechoic.eval.features import Pooling
-from anechoic.eval.eval_data import Labelled, evenly, open_labelled
 from anechoic.runtime.checkpoint import checkpoints
 
 if TYPE_CHECKING:
@@ -33,11 +33,11 @@ COMPONENT_SHARES = ("common_share", "first_share", "three_share", "look_share")
 def settings_of(plan: EvalPlan, *, seed: int) -> dict[str, Any]:
     """What every spec of a plan shares."""
     return {
-        "neighbours": (plan.neighbours,),
+        "neighbors": (plan.neighbors,),
         "protocol": plan.protocol,
-        "fitted": plan.fitted,
-        "tested": plan.tested,
-        "spectrum": RANK_SAMPLES,
+        "max_train": plan.max_train,
+        "max_test": plan.max_test,
+        "rank_samples": RANK_SAMPLES,
         "seed": seed,
     }
 
@@ -45,12 +45,12 @@ def settings_of(plan: EvalPlan, *, seed: int) -> dict[str, Any]:
 def evaluate_encoder(run_dir: Path, plan: EvalPlan, *, seed: int) -> dict[str, Any]:
     """k-NN, effective rank and norm of every layer and token; probes of the last; k-NN at the kept checkpoints."""
     encoder = run_encoder(run_dir)
-    labelled = open_labelled(plan.train, plan.test, channels=encoder.channels)
+    eval_data = open_eval_data(plan.train, plan.test, channels=encoder.channels)
     poolings: tuple[Pooling, ...] = tuple(p for p in ("class", "mean") if p in encoder.poolings)
     common = settings_of(plan, seed=seed) | {"poolings": poolings}
-    votes = ("knn", "knn_standardised", *(["knn_whitened"] if plan.whitened else []))
+    votes = ("knn", "knn_standardized", *(["knn_whitened"] if plan.whitened else []))
     every = EvalSpec((*votes, "rank", "norm"), layers="all", **common)
-    subject = Evaluator(every, cached=False).extract(encoder, labelled)
+    subject = Evaluator(every, cached=False).extract(encoder, eval_data)
     found = Evaluator(every).measure(subject)
     metrics: dict[str, Any] = {"layers": {pooling: by_layer(found, pooling, votes) for pooling in poolings}}
     for pooling in poolings:
@@ -71,10 +71,10 @@ def evaluate_encoder(run_dir: Path, plan: EvalPlan, *, seed: int) -> dict[str, A
     if plan.retrieval:
         add_retrieval(metrics, encoder, plan, seed=seed)
     if plan.checkpoints:
-        names = ("knn", "knn_standardised", "rank", *(["branches"] if plan.anatomy else []))
+        names = ("knn", "knn_standardized", "rank", *(["branches"] if plan.anatomy else []))
         spec = EvalSpec(names, **common)
         metrics["over_time"] = [
-            evaluate_checkpoint(path, labelled, spec) for path in checkpoints(run_dir / "checkpoints")
+            evaluate_checkpoint(path, eval_data, spec) for path in checkpoints(run_dir / "checkpoints")
         ]
     if plan.pictures:
         metrics["pictures"] = keep_pictures(encoder, subject, seed=seed)
@@ -84,13 +84,13 @@ def evaluate_encoder(run_dir: Path, plan: EvalPlan, *, seed: int) -> dict[str, A
 def add_retrieval(metrics: dict[str, Any], encoder: Encoder, plan: EvalPlan, *, seed: int) -> None:
     """The same thing by another hand: of every layer and token, and of what needs no training or keeps the layout."""
     source = open_source(plan.retrieval, channels=encoder.channels)
-    drawings = Labelled(None, source, None, None)
+    drawings = EvalData(None, source, None, None)
     poolings: tuple[Pooling, ...] = tuple(metrics["layers"])
-    names = ("retrieval", "retrieval_standardised", "retrieval_whitened")
+    names = ("retrieval", "retrieval_standardized", "retrieval_whitened")
     every = EvalSpec(names, layers="all", poolings=poolings)
     subject = Evaluator(every, cached=False).extract(encoder, drawings)
     found = Evaluator(every).measure(subject)
-    votes = EvalSpec(("group_vote",), poolings=poolings, neighbours=(plan.neighbours,))
+    votes = EvalSpec(("group_vote",), poolings=poolings, neighbors=(plan.neighbors,))
     groups = Evaluator(votes).measure(subject)
     for pooling in poolings:
         for name in names:
@@ -98,7 +98,7 @@ def add_retrieval(metrics: dict[str, Any], encoder: Encoder, plan: EvalPlan, *, 
             metrics["layers"][pooling][name] = values
             metrics[f"{name}_{pooling}"] = values[-1]
         metrics[f"group_vote_{pooling}"] = 100 * groups.value("group_vote", pooling=pooling)
-    plain = ("retrieval", "retrieval_standardised", "group_vote")
+    plain = ("retrieval", "retrieval_standardized", "group_vote")
     untrained, pixels, _ = baselines(encoder, seed=seed)
     metrics["beside"] = {}
     for other in (flat(encoder), *((untrained, pixels) if plan.baselines else ())):
@@ -125,16 +125,16 @@ def by_layer(found: Evaluation, pooling: str, votes: Sequence[str]) -> dict[str,
 
 
 def ranks_by_layer(found: Evaluation, pooling: str) -> dict[str, list[float]]:
-    names = {"entropy": "entropy_rows", "rank": "rank_rows", "entropy_centred": "entropy_columns"}
+    names = {"entropy": "entropy_rows", "rank": "rank_rows", "entropy_centered": "entropy_columns"}
     return {name: found.column(value, pooling=pooling) for name, value in names.items()}
 
 
-def evaluate_checkpoint(path: Path, labelled: Labelled, spec: EvalSpec) -> dict[str, Any]:
+def evaluate_checkpoint(path: Path, eval_data: EvalData, spec: EvalSpec) -> dict[str, Any]:
     """One point of a curve over training: the last layer by k-NN and rank."""
-    found = Evaluator(spec, cached=False).run(run_encoder(path), labelled)
+    found = Evaluator(spec, cached=False).run(run_encoder(path), eval_data)
     row: dict[str, Any] = {"seen": int(path.name)}
     for pooling in spec.poolings:
-        for kind in ("knn", "knn_standardised"):
+        for kind in ("knn", "knn_standardized"):
             row[f"{kind}_{pooling}"] = 100 * found.value(kind, pooling=pooling)
         row[f"entropy_{pooling}"] = found.value("entropy_rows", pooling=pooling)
     return row | {name: values for name, values in found.network.items() if name in BRANCH_RANKS}
@@ -143,9 +143,9 @@ def evaluate_checkpoint(path: Path, labelled: Labelled, spec: EvalSpec) -> dict[
 def evaluate_classifier(run_dir: Path, plan: EvalPlan, *, seed: int) -> dict[str, Any]:
     """Test accuracy of the trained head, and effective rank of every layer's mean token."""
     encoder = run_encoder(run_dir)
-    labelled = open_labelled(plan.train, plan.test, channels=encoder.channels)
+    eval_data = open_eval_data(plan.train, plan.test, channels=encoder.channels)
     spec = EvalSpec(("accuracy", "rank"), layers="all", poolings=("mean",), **settings_of(plan, seed=seed))
-    found = Evaluator(spec, cached=False).run(encoder, labelled)
+    found = Evaluator(spec, cached=False).run(encoder, eval_data)
     return {"accuracy": 100 * found.network["accuracy"], "layers": {"mean": ranks_by_layer(found, "mean")}}
 
 
@@ -190,10 +190,10 @@ def probe_denoiser(run_dir: Path, plan: EvalPlan, *, seed: int) -> dict[str, Any
     from anechoic.eval.feature_cache import pick_device
 
     denoiser = open_noisy(run_dir, device=pick_device("auto"))
-    labelled = open_labelled(plan.train, plan.test, channels=denoiser.channels)
+    eval_data = open_eval_data(plan.train, plan.test, channels=denoiser.channels)
     common = settings_of(plan, seed=seed)
     every = EvalSpec(("selection", "rank"), layers="all", noise=plan.noise, **common)
-    subjects = dict(zip(plan.noise, Evaluator(every, cached=False).subjects(denoiser, labelled), strict=True))
+    subjects = dict(zip(plan.noise, Evaluator(every, cached=False).subjects(denoiser, eval_data), strict=True))
     found = {level: Evaluator(every).measure(subject) for level, subject in subjects.items()}
     rows = [
         {"noise": level, "layer": row["layer"], "held_out": 100 * row["selection"]}
@@ -215,15 +215,15 @@ def probe_denoiser(run_dir: Path, plan: EvalPlan, *, seed: int) -> dict[str, Any
 
 
 def keep_pictures(encoder: Encoder, subject: Subject, *, seed: int) -> dict[str, Any]:
-    """A map of the tested images, colours of the first ones' patches, and their reconstructions, as packed arrays."""
-    from anechoic.eval.metrics.analysis import eigenvector_colours, tsne
+    """A map of the tested images, colors of the first ones' patches, and their reconstructions, as packed arrays."""
     from anechoic.eval.feature_cache import batches
     from anechoic.eval.features import patch_maps
+    from anechoic.eval.metrics.analysis import eigenvector_colors, tsne
     from anechoic.eval.reconstruction import reconstructions, to_pixels
 
-    labels, classes = subject.labels, subject.labelled.classes
+    labels, classes = subject.labels, subject.eval_data.classes
     assert labels is not None
-    images = next(batches(encoder, subject.labelled.test, device="cpu"))[:8]
+    images = next(batches(encoder, subject.eval_data.test, device="cpu"))[:8]
     originals, hidden, predictions = reconstructions(encoder, images, seed=seed)
     return {
         "map": {
@@ -231,9 +231,9 @@ def keep_pictures(encoder: Encoder, subject: Subject, *, seed: int) -> dict[str,
             "labels": [int(label) for label in labels],
             "names": list(classes or map(str, range(int(labels.max()) + 1))),
         },
-        "colours": {
+        "colors": {
             "images": packed(to_pixels(encoder, images)),
-            "colours": packed(eigenvector_colours(patch_maps(encoder.model, images)).numpy(force=True)),
+            "colors": packed(eigenvector_colors(patch_maps(encoder.model, images)).numpy(force=True)),
         },
         "reconstructions": {
             "images": packed(originals[:4]),

@@ -22,11 +22,11 @@ from typing import Any, TextIO
 
 from anechoic.config import Config, from_json, settings, to_json
 from anechoic.errors import UserError
-from anechoic.sweeps.trial import EvalPlan, Trial, clean, finished, trial_from_json
-from anechoic.runtime.subprocesses import Children
 from anechoic.runtime.devices import accelerators
-from anechoic.storage.files import make_folder, read_json, write_json
 from anechoic.runtime.run import last_seen
+from anechoic.runtime.subprocesses import Subprocesses
+from anechoic.storage.files import make_folder, write_json
+from anechoic.sweeps.trial import EvalPlan, Trial, clean, finished, read_record, trial_from_json
 
 ATTEMPTS = 2
 POLL = 0.2
@@ -138,7 +138,7 @@ def sweep(
         make_folder(folders.runs)
     attempts: dict[str, int] = {}
     running: list[Job] = []
-    with Children() as children:
+    with Subprocesses() as children:
         while waiting or running:
             children.check()
             if children.asked.number:  # those that still run are saving; nothing new is started
@@ -178,7 +178,7 @@ def surroundings(place: int) -> dict[str, str]:
     return threads | ({"CUDA_VISIBLE_DEVICES": devices[place % len(devices)]} if devices else {})
 
 
-def start(trial: Trial, folders: Folders, core: int, children: Children, *, place: int | None) -> Job:
+def start(trial: Trial, folders: Folders, core: int, children: Subprocesses, *, place: int | None) -> Job:
     """A process for one trial; one with a place among others is pinned to its core where the system can."""
     run_dir = folders.run(trial)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -201,7 +201,7 @@ def start(trial: Trial, folders: Folders, core: int, children: Children, *, plac
 def outdated(run_dir: Path, trial: Trial) -> bool:
     """Whether the run there is of another config, or has no longer the checkpoints that are to be evaluated."""
     try:
-        before = trial_from_json(read_json(run_dir / "trial.json"))
+        before = trial_from_json(read_record(run_dir / "trial.json"))
     except UserError:
         return False  # another version's: what cannot be read is not deleted, and the engine says what it misses
     evaluated_before = (run_dir / "run" / "results.json").exists() and not (run_dir / "run" / "checkpoints").exists()
@@ -229,8 +229,8 @@ def conclude(job: Job, folders: Folders, progress: Progress, attempts: dict[str,
 def training_flops(config: Config) -> float:
     """Floating-point operations of the whole training: three times the forward pass of every sample."""
     from anechoic.models import model_config
-    from anechoic.training.flops import forward_flops
     from anechoic.training.build import model_options
+    from anechoic.training.flops import forward_flops
 
     return 3.0 * forward_flops(model_config(config.model.name, **model_options(config))) * (config.optim.samples or 0)
 
@@ -244,7 +244,7 @@ def estimates(trials: Sequence[Trial], folders: Folders) -> dict[str, float]:
     """Seconds of one core for every trial, scaled by how long the finished ones of the same folder took."""
     rough = {trial.name: OVERHEAD_SECONDS + training_flops(trial.config) / FLOPS_PER_SECOND for trial in trials}
     known = [
-        read_json(folders.record(trial))["processor_seconds"] / rough[trial.name]
+        read_record(folders.record(trial))["cpu_seconds"] / rough[trial.name]
         for trial in trials
         if finished(trial, folders.record(trial))
     ]

@@ -19,9 +19,9 @@ from typing import Any, Literal
 from anechoic.config import Config, Count, Section, Share, Whole, from_json, from_mapping, to_json
 from anechoic.errors import NotFiniteError, UserError
 from anechoic.outcome import SCHEMA, commit, machine
-from anechoic.runtime.subprocesses import end_with_whoever_started_me
-from anechoic.storage.files import read_json, write_json
 from anechoic.runtime.run import VALIDATION, last_seen, read_metrics
+from anechoic.runtime.subprocesses import exit_when_parent_exits
+from anechoic.storage.files import read_json, write_json
 
 # Of what is measured on held-out samples during training, what a record keeps.
 MONITORED = (
@@ -40,14 +40,14 @@ class EvalPlan(Section):
     """What is measured once a trial is trained. Labels are read here and nowhere before."""
 
     train: str = ""
-    """labelled images that vote and fit"""
+    """labeled images that vote and fit"""
     test: str = ""
-    """labelled images to classify"""
-    fitted: Count = 10_000
+    """labeled images to classify"""
+    max_train: Count = 10_000
     """at most so many of the first, evenly spaced"""
-    tested: Count = 10_000
+    max_test: Count = 10_000
     """at most so many of the second, evenly spaced"""
-    neighbours: Count = 20
+    neighbors: Count = 20
     """votes of the k-NN evaluation"""
     whitened: bool = False
     """let whitened features vote too"""
@@ -56,7 +56,7 @@ class EvalPlan(Section):
     protocol: Literal["logistic", "in100", "mae"] = "logistic"
     """how the probe is fitted: converged, as the paper does on ImageNet-100, or as MAE does on ImageNet-1K"""
     pictures: bool = False
-    """keep a map of the features, colours of patches and reconstructions; for embedded data only"""
+    """keep a map of the features, colors of patches and reconstructions; for embedded data only"""
     probe_layers: tuple[int, ...] = ()
     """layers whose mean token is probed too"""
     checkpoints: bool = False
@@ -95,11 +95,35 @@ class Trial:
         }
 
 
+# Keys of records in earlier versions -> theirs now.
+RENAMED: dict[str, str] = {
+    "judge": "evaluation",
+    "neighbours": "neighbors",
+    "fitted": "max_train",
+    "tested": "max_test",
+    "colours": "colors",
+    "processor": "cpu",
+    "processor_seconds": "cpu_seconds",
+}
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Return a record on disk under the names of this version."""
+    return with_current_names(read_json(path))
+
+
+def with_current_names(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            RENAMED.get(str(name), str(name)).replace("standardised", "standardized"): with_current_names(item)
+            for name, item in value.items()
+        }
+    return [with_current_names(item) for item in value] if isinstance(value, list) else value
+
+
 def trial_from_json(values: dict[str, Any]) -> Trial:
     try:
-        # Records of earlier versions call it "judge".
-        plan = values["evaluation"] if "evaluation" in values else values["judge"]
-        evaluation = from_mapping(EvalPlan, plan, where="evaluation.")
+        evaluation = from_mapping(EvalPlan, values["evaluation"], where="evaluation.")
         return Trial(values["name"], values["variant"], from_json(values["config"]), evaluation)
     except (KeyError, TypeError) as problem:
         raise UserError(f"This is no record of a trial ({problem}): give a file that a sweep wrote.") from problem
@@ -120,7 +144,7 @@ def located(source: str, root: Path) -> str:
     return str(root / source) if is_file(source) else source
 
 
-def localised(trial: Trial, root: Path) -> Trial:
+def localized(trial: Trial, root: Path) -> Trial:
     """The trial with every source of data as this machine names it."""
     config, evaluation = trial.config, trial.evaluation
     return replace(
@@ -143,9 +167,9 @@ def run_trial(trial: Trial, run_dir: Path, *, root: Path, verbose: bool = False)
     """Train (or go on, or find it done), evaluate, and give the record. Divergence is a result, not a fault."""
     from anechoic.training.loop import DivergedError, fit
 
-    here = localised(trial, root)
+    here = localized(trial, root)
     check_plan(here)
-    started, processor = time.perf_counter(), time.process_time()
+    started, cpu_started = time.perf_counter(), time.process_time()
     metrics: dict[str, Any]
     try:
         fit(here.config, run_dir, verbose=verbose)
@@ -166,7 +190,7 @@ def run_trial(trial: Trial, run_dir: Path, *, root: Path, verbose: bool = False)
         "machine": machine(),
         "metrics": rounded(metrics),
         "seconds": round(time.perf_counter() - started, 1),
-        "processor_seconds": round(time.process_time() - processor, 1),
+        "cpu_seconds": round(time.process_time() - cpu_started, 1),
     }
 
 
@@ -184,7 +208,7 @@ def check_plan(trial: Trial) -> None:
 
 @contextmanager
 def threads(count: int | None) -> Iterator[None]:
-    """Evaluate with as many threads as were trained with: sums, and so a neighbour now and then, depend on it."""
+    """Evaluate with as many threads as were trained with: sums, and so a neighbor now and then, depend on it."""
     import torch
 
     before = torch.get_num_threads()
@@ -234,7 +258,7 @@ def finished(trial: Trial, path: Path) -> bool:
     """Whether the record at `path` is of exactly this trial."""
     if not path.exists():
         return False
-    return trial_from_json(read_json(path)) == trial
+    return trial_from_json(read_record(path)) == trial
 
 
 def clean(run_dir: Path) -> None:
@@ -244,9 +268,9 @@ def clean(run_dir: Path) -> None:
 
 def main(arguments: list[str]) -> None:
     """python -m anechoic.sweeps.trial TRIAL.json RUN_DIR RECORD.json DATA_ROOT: what a sweep starts for each trial."""
-    end_with_whoever_started_me()
+    exit_when_parent_exits()
     trial_file, run_dir, record_file, root = map(Path, arguments)
-    record = run_trial(trial_from_json(read_json(trial_file)), run_dir, root=root)
+    record = run_trial(trial_from_json(read_record(trial_file)), run_dir, root=root)
     record_file.parent.mkdir(parents=True, exist_ok=True)
     write_json(record_file, record)
 

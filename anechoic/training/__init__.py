@@ -1,1 +1,1 @@
-"""Training: the loop, what it is built of, what it minimises and how weights move."""
+"""Training: the loop, what it is built of, what it minimizes and how weights move."""

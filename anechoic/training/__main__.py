@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 from anechoic.errors import UserError
-from anechoic.runtime.subprocesses import end_with_whoever_started_me
+from anechoic.runtime.subprocesses import exit_when_parent_exits
 
 
 def main(arguments: list[str]) -> int:
-    end_with_whoever_started_me()  # before torch is imported, which takes seconds
+    exit_when_parent_exits()  # before torch is imported, which takes seconds
     from anechoic.config import from_json
     from anechoic.storage.files import read_json
     from anechoic.training.loop import fit

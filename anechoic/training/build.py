@@ -1,4 +1,4 @@
-"""What a config is made into: the data, the model, its optimiser, and how images are prepared for it.
+"""What a config is made into: the data, the model, its optimizer, and how images are prepared for it.
 
 It does not train; the engine does, and whoever rebuilds a run to look at it uses the same functions.
 """
@@ -16,10 +16,10 @@ from torch import nn
 from anechoic.config import Config, OptimConfig, to_json
 from anechoic.data import Augment, Loader, Source, Subset, open_source
 from anechoic.data.latents import Latents, is_latents
+from anechoic.data.preprocess import Preprocess
 from anechoic.errors import UserError
 from anechoic.models import build_model, model_config
 from anechoic.models.network import NetworkConfig
-from anechoic.data.preprocess import Preprocess
 from anechoic.models.sit import SiTConfig
 from anechoic.models.uvit import UViTConfig
 from anechoic.training.muon import Muon
@@ -32,7 +32,7 @@ def open_data(config: Config) -> Source:
     data = config.data
     if not data.source:
         raise UserError("No data is given: name it with --data.source.")
-    labels = data.labels or config.monitor.knn > 0 or needs_labels(config)
+    labels = data.labels or config.validation.knn > 0 or needs_labels(config)
     if is_latents(data.source):
         return Latents(data.source, labels=labels)
     return open_source(data.source, labels=labels, channels=data.channels, size=data.image_size)
@@ -103,7 +103,7 @@ def check(config: Config) -> None:
         )
     if config.recompute and config.model.name.startswith("resnet"):
         raise UserError("Only the blocks of transformers are computed again: set recompute to false.")
-    if config.monitor.knn and not reads_without_labels(network):
+    if config.validation.knn and not reads_without_labels(network):
         raise UserError(
             "The k-NN test reads the network without labels, which it has not learned to do without: set label_dropout "
             "above 0, or monitor.knn to 0."
@@ -167,7 +167,7 @@ def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimize
         model,
         algorithm=optim.algorithm,
         weight_decay=optim.weight_decay,
-        decayed=optim.decayed,
+        weight_decay_on=optim.weight_decay_on,
         exempt=optim.exempt,
         layer_decay=optim.layer_decay,
     )

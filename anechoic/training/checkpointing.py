@@ -1,4 +1,4 @@
-"""What a run saves and goes on from: model, optimiser and averages, whole by the first process or in parts by all.
+"""What a run saves and goes on from: model, optimizer and averages, whole by the first process or in parts by all.
 
 The loop says when; files and checksums are runtime's.
 """
@@ -18,15 +18,15 @@ from anechoic.config import Config
 from anechoic.models.network import Network
 from anechoic.runtime import checkpoint
 from anechoic.runtime.distributed import World
-from anechoic.runtime.run import Run
 from anechoic.runtime.fsdp import gathered, placed
+from anechoic.runtime.run import Run
 from anechoic.training.build import make_model
 from anechoic.training.optim import AveragedWeights
 
 log = logging.getLogger("anechoic")
 
 
-class Keeper:
+class Checkpointer:
     """Every process has one and calls it at the same points. A process with `run` owns the run directory."""
 
     def __init__(
@@ -157,20 +157,20 @@ def not_saved(seen: int, problem: OSError) -> None:
     )
 
 
-class Mirror:
+class UnshardedCopy:
     """The network as it may be measured by one process: itself, or a whole copy of what is shared out."""
 
     def __init__(self, world: World, config: Config, model: nn.Module) -> None:
         self.world, self.model, self.copy = world, model, model
         self.sharded = is_sharded(config, world)
-        if self.sharded and world.is_first:
+        if self.sharded and world.is_rank_zero:
             self.copy = make_model(config).to(world.device)
 
     def refresh(self) -> nn.Module:
         """In the first process the network with today's weights; all processes call it at the same point."""
         if self.sharded:
             weights = gathered(self.world, self.model.state_dict())
-            if self.world.is_first:
+            if self.world.is_rank_zero:
                 self.copy.load_state_dict(weights)
         return self.copy
 

@@ -246,7 +246,7 @@ class Plan:
     use_of_peak: float
 
 
-COMPUTE = ("products", "bytes", "optimiser")
+COMPUTE = ("products", "bytes", "optimizer")
 
 
 def plan(
@@ -302,7 +302,7 @@ def memory_by_part(config: Config, passes: Passes, batch: int, *, gpus: int, fsd
     parts = {
         "weights": 4.0 * share,
         "gradients": 4.0 * share,
-        "optimiser": 8.0 * share,
+        "optimizer": 8.0 * share,
         "activations": passes.kept(batch, recompute=config.recompute),
         "images": 4.0 * batch * config.data.channels * config.data.image_size**2,
     }
@@ -317,7 +317,7 @@ def memory_by_part(config: Config, passes: Passes, batch: int, *, gpus: int, fsd
 def seconds_by_part(
     config: Config, passes: Passes, batch: int, device: Device, *, gpus: int, fsdp: bool
 ) -> dict[str, float]:
-    """Of one update: operations that their products hold up, operations that their bytes do, the optimiser, peers."""
+    """Of one update: operations that their products hold up, operations that their bytes do, the optimizer, peers."""
     found = {"products": 0.0, "bytes": 0.0}
     for one, two in zip(passes.small.operations, passes.double.operations, strict=True):
         flops, size = (grown(one[k], two[k], batch) for k in (0, 1))
@@ -329,7 +329,7 @@ def seconds_by_part(
     seconds = {name: value * times for name, value in found.items()}
     # AdamW reads weight, gradient and two moments, and writes all but the gradient; averages are read and written too.
     touched = (28.0 + (12.0 if config.optim.ema else 0.0)) * passes.parameters / (gpus if fsdp else 1)
-    seconds["optimiser"] = touched / (device.bandwidth * 1e9 * BYTES_REACH)
+    seconds["optimizer"] = touched / (device.bandwidth * 1e9 * BYTES_REACH)
     # Every gradient passes each link twice; sharded, weights are gathered twice besides. It overlaps with computing.
     exchanged = (4.0 + 4.0 * fsdp) * passes.parameters * 2 * (gpus - 1) / gpus
     seconds["exchange between devices"] = exchanged / (device.link * 1e9 * BYTES_REACH)

@@ -8,10 +8,10 @@ import torch
 
 from anechoic.config import Config
 from anechoic.eval.feature_cache import pick_device
-from anechoic.rng import Draws
+from anechoic.rng import SampleGenerator
 from anechoic.training.build import make_model, make_optimizer
-from anechoic.training.validation import Samples
 from anechoic.training.objectives import make_objective
+from anechoic.training.validation import Samples
 
 # Images of an update that is timed, and how many are timed after the first, which is slow.
 IMAGES, UPDATES = 32, 2
@@ -31,7 +31,7 @@ def seconds_per_image(config: Config) -> float:
     spent = 0.0
     for update in range(UPDATES + 1):
         started = time.perf_counter()
-        losses = objective(model, Samples(images, None), Draws(0, ids, torch.full_like(ids, update)))
+        losses = objective(model, Samples(images, None), SampleGenerator(0, ids, torch.full_like(ids, update)))
         losses["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()

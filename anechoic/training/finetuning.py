@@ -1,7 +1,7 @@
 """Fine-tuning as an objective: augmented, mixed images against smoothed, mixed labels (MAE's recipe; Table 1, "FT").
 
 RandAugment, random erasing, mixup and cutmix on batches of tensors, drawn from each sample's own numbers. Layer decay,
-drop path and the schedule belong to the optimiser, the model and the recipe (recipes/transfer.py).
+drop path and the schedule belong to the optimizer, the model and the recipe (recipes/transfer.py).
 Legend: B batch, C channels, H x W pixels, K classes.
 """
 
@@ -15,16 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anechoic.errors import UserError
 from anechoic.data.preprocess import Preprocess
-from anechoic.rng import Draws
+from anechoic.errors import UserError
+from anechoic.rng import SampleGenerator
 from anechoic.training.objectives import Objective, Samples
 
 # ---- RandAugment: every operation takes images (B, C, H, W) in 0 .. 1 and strengths (B,) in -1 .. 1 (sign: direction)
 
 
 def affine(x: Tensor, matrices: Tensor) -> Tensor:
-    """Resampled by matrices (B, 2, 3), output to input places in units of half a side; outside: the mean colour."""
+    """Resampled by matrices (B, 2, 3), output to input places in units of half a side; outside: the mean color."""
     fill = x.mean(dim=(2, 3), keepdim=True)
     grid = F.affine_grid(matrices, list(x.shape), align_corners=False)
     return F.grid_sample(x - fill, grid, mode="bilinear", padding_mode="zeros", align_corners=False) + fill
@@ -63,18 +63,18 @@ def blend(x: Tensor, base: Tensor, m: Tensor) -> Tensor:
     return (base + factor * (x - base)).clamp(0, 1)
 
 
-def grey(x: Tensor) -> Tensor:
+def gray(x: Tensor) -> Tensor:
     if x.shape[1] != 3:
         return x.mean(dim=1, keepdim=True)
     return (x * x.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(dim=1, keepdim=True)
 
 
-def colour(x: Tensor, m: Tensor) -> Tensor:
-    return blend(x, grey(x), m)
+def color(x: Tensor, m: Tensor) -> Tensor:
+    return blend(x, gray(x), m)
 
 
 def contrast(x: Tensor, m: Tensor) -> Tensor:
-    return blend(x, grey(x).mean(dim=(2, 3), keepdim=True), m)
+    return blend(x, gray(x).mean(dim=(2, 3), keepdim=True), m)
 
 
 def brightness(x: Tensor, m: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ OPERATIONS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
     posterize,
     solarize,
     solarize_add,
-    colour,
+    color,
     contrast,
     brightness,
     sharpness,
@@ -151,12 +151,14 @@ OPERATIONS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
 )
 
 
-def rand_augment(x: Tensor, draws: Draws, *, magnitude: float = 9, deviation: float = 0.5, layers: int = 2) -> Tensor:
+def rand_augment(
+    x: Tensor, generator: SampleGenerator, *, magnitude: float = 9, deviation: float = 0.5, layers: int = 2
+) -> Tensor:
     """`layers` times: a random operation, applied with probability 0.5 at strength N(magnitude, deviation) / 10."""
     for layer in range(layers):
-        choice = draws.integers(f"operation {layer}", len(OPERATIONS), 1)[:, 0]
-        u = draws.uniform(f"strength {layer}", 2)
-        strength = (magnitude + deviation * draws.normal(f"magnitude {layer}", 1)[:, 0]).clamp(0, 10) / 10
+        choice = generator.integers(f"operation {layer}", len(OPERATIONS), 1)[:, 0]
+        u = generator.uniform(f"strength {layer}", 2)
+        strength = (magnitude + deviation * generator.normal(f"magnitude {layer}", 1)[:, 0]).clamp(0, 10) / 10
         strength = torch.where(u[:, 0] < 0.5, strength, -strength)
         choice = torch.where(u[:, 1] < 0.5, choice, -1)
         x = x.clone()
@@ -170,16 +172,16 @@ def rand_augment(x: Tensor, draws: Draws, *, magnitude: float = 9, deviation: fl
 # ---- erasing and mixing
 
 
-def random_erase(x: Tensor, draws: Draws, *, probability: float) -> Tensor:
+def random_erase(x: Tensor, generator: SampleGenerator, *, probability: float) -> Tensor:
     """With this probability a box of 2 to 33 % of the area, aspect 0.3 to 3.3, becomes normal noise, pixel by pixel."""
     C, H, W = x.shape[1:]
-    u = draws.uniform("erase", 5)
+    u = generator.uniform("erase", 5)
     area = H * W * (0.02 + (1 / 3 - 0.02) * u[:, 1])
     aspect = torch.exp(math.log(0.3) + (math.log(1 / 0.3) - math.log(0.3)) * u[:, 2])
     height, width = (area * aspect).sqrt().round().clamp(1, H), (area / aspect).sqrt().round().clamp(1, W)
     top, left = (u[:, 3] * (H - height + 1)).floor(), (u[:, 4] * (W - width + 1)).floor()
     box = boxes(top, left, height, width, H, W) & (u[:, 0] < probability).view(-1, 1, 1)
-    return torch.where(box[:, None], draws.normal("erase noise", C, H, W), x)
+    return torch.where(box[:, None], generator.normal("erase noise", C, H, W), x)
 
 
 def boxes(top: Tensor, left: Tensor, height: Tensor, width: Tensor, H: int, W: int) -> Tensor:
@@ -196,7 +198,7 @@ def smooth_labels(labels: Tensor, num_classes: int, smoothing: float) -> Tensor:
 
 
 def mix(
-    x: Tensor, targets: Tensor, draws: Draws, *, mixup: float, cutmix: float, switch: float
+    x: Tensor, targets: Tensor, generator: SampleGenerator, *, mixup: float, cutmix: float, switch: float
 ) -> tuple[Tensor, Tensor]:
     """x and targets with those of the reversed batch: lam own + (1 - lam) other, or a box of area 1 - lam pasted in.
 
@@ -204,7 +206,7 @@ def mix(
     """
     from scipy.stats import beta
 
-    use_cutmix, share, row, column = draws.uniform("mix", 4)[0].tolist()
+    use_cutmix, share, row, column = generator.uniform("mix", 4)[0].tolist()
     cutting = cutmix > 0 and (mixup <= 0 or use_cutmix < switch)
     alpha = cutmix if cutting else mixup
     if alpha <= 0:
@@ -241,20 +243,20 @@ def finetuning(
 ) -> Objective:
     """Soft cross-entropy on augmented and mixed images in training; plain cross-entropy and accuracy in evaluation.
 
-    preprocess: how the images were normalised, since they are augmented as pixels. magnitude 0 leaves RandAugment out.
+    preprocess: how the images were normalized, since they are augmented as pixels. magnitude 0 leaves RandAugment out.
     """
     for name, value in {"smoothing": smoothing, "switch": switch, "erase": erase}.items():
         if not 0 <= value <= 1:
             raise UserError(f"The option {name} of fine-tuning lies between 0 and 1, not at {value}.")
 
-    def augmented(images: Tensor, draws: Draws) -> Tensor:
+    def augmented(images: Tensor, generator: SampleGenerator) -> Tensor:
         if magnitude > 0:
             assert preprocess is not None, "the engine gives it"
             pixels = preprocess.invert(images).clamp(0, 1)
-            images = preprocess.renormalise(rand_augment(pixels, draws, magnitude=magnitude))
-        return random_erase(images, draws, probability=erase) if erase else images
+            images = preprocess.renormalize(rand_augment(pixels, generator, magnitude=magnitude))
+        return random_erase(images, generator, probability=erase) if erase else images
 
-    def loss(model: Any, batch: Samples, draws: Draws) -> dict[str, Tensor]:
+    def loss(model: Any, batch: Samples, generator: SampleGenerator) -> dict[str, Tensor]:
         assert batch.labels is not None, "the engine refuses this objective on data without labels"
         if not model.training:
             logits = model(batch.images)
@@ -263,8 +265,8 @@ def finetuning(
         targets = smooth_labels(batch.labels, num_classes, smoothing)
         # The places of pixels are too fine for bfloat16, which would move them by up to half of one at 224 pixels.
         with torch.autocast(batch.images.device.type, enabled=False):
-            images = augmented(batch.images, draws)
-        images, targets = mix(images, targets, draws, mixup=mixup, cutmix=cutmix, switch=switch)
+            images = augmented(batch.images, generator)
+        images, targets = mix(images, targets, generator, mixup=mixup, cutmix=cutmix, switch=switch)
         return {"loss": F.cross_entropy(model(images), targets)}
 
     return loss

@@ -26,29 +26,29 @@ from anechoic.data import Source
 from anechoic.data.loader import naming_killed_workers
 from anechoic.data.split import hold_out
 from anechoic.errors import UserError
-from anechoic.models.layers import choose_path, give_draws
+from anechoic.models.layers import give_generator, set_block_options
 from anechoic.outcome import Outcome
-from anechoic.rng import Draws
+from anechoic.rng import SampleGenerator
 from anechoic.runtime import checkpoint
 from anechoic.runtime.determinism import freeze_garbage, reproducible
 from anechoic.runtime.devices import accelerators, check_devices
 from anechoic.runtime.distributed import (
     World,
     average_gradients,
+    barrier,
+    broadcast,
     cores_and_processes,
-    from_first,
     join,
     launch,
     parallel,
     shared_room,
     total,
     under_launcher,
-    wait_for_all,
     without_averaging,
 )
+from anechoic.runtime.fsdp import shard
 from anechoic.runtime.progress import Progress
 from anechoic.runtime.run import Run, read_frozen_config, read_metrics
-from anechoic.runtime.fsdp import shard
 from anechoic.runtime.signals import InterruptedRun, Stop, catch_signals
 from anechoic.shortcut import Annealing
 from anechoic.training.build import (
@@ -61,10 +61,10 @@ from anechoic.training.build import (
     open_data,
     preprocess_of,
 )
-from anechoic.training.checkpointing import Keeper, Mirror, is_sharded
-from anechoic.training.validation import Samples, make_monitor
+from anechoic.training.checkpointing import Checkpointer, UnshardedCopy, is_sharded
 from anechoic.training.objectives import Objective, make_objective
 from anechoic.training.optim import AveragedWeights, gradient_norm, learning_rate, set_learning_rate
+from anechoic.training.validation import Samples, make_validator
 
 log = logging.getLogger("anechoic")
 
@@ -97,11 +97,11 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False, brief: bo
 
         # The first process owns the run directory; all of them open the data and agree on one frozen config.
         opened: list[Run] = []
-        from_first(world, lambda: opened.append(stack.enter_context(Run(run_dir))))
+        broadcast(world, lambda: opened.append(stack.enter_context(Run(run_dir))))
         run = opened[0] if opened else None
         source = open_data(config)
-        config = from_json(from_first(world, lambda: to_json(resolve_config(config, run, source, world))))
-        results = from_first(world, lambda: finished(run, config) if run else None)
+        config = from_json(broadcast(world, lambda: to_json(resolve_config(config, run, source, world))))
+        results = broadcast(world, lambda: finished(run, config) if run else None)
         if results is not None:
             return results
         data, optim = config.data, config.optim
@@ -115,10 +115,10 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False, brief: bo
         # Build the model, its objective, and what moves its weights. Initial weights depend on the seed alone.
         torch.manual_seed(config.seed)
         model = make_model(config)
-        found = from_first(world, lambda: checkpoint.latest(run_dir / "checkpoints"))
+        found = broadcast(world, lambda: checkpoint.latest(run_dir / "checkpoints"))
         if config.init_from and found is None:
             checkpoint.start_from(model, config.init_from)
-        choose_path(model, unfused=config.unfused, recompute=config.recompute)
+        set_block_options(model, fused=config.fused, recompute=config.recompute)
         preprocess = preprocess_of(config)
         objective = make_objective(config.objective.name, preprocess=preprocess, **config.objective.options)
         card = checkpoint.model_card(model, preprocess)
@@ -141,7 +141,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False, brief: bo
             min_lr=optim.min_lr,
         )
         average = AveragedWeights(model, decay=optim.ema) if optim.ema else None
-        keeper = Keeper(
+        checkpointer = Checkpointer(
             world,
             run,
             config,
@@ -152,16 +152,16 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False, brief: bo
             card=card,
             stack=stack,
         )
-        mirror = Mirror(world, config, model)
+        mirror = UnshardedCopy(world, config, model)
         anneal = Annealing.of(model, mirror.copy, share=config.shortcut.anneal) if config.shortcut.anneal else None
 
         # Resume: the newest good checkpoint, and the metrics up to it.
         seen, sums = 0, {"count": 0.0}
         if found is not None:
             path, state = found
-            keeper.restore(path)
+            checkpointer.restore(path)
             seen, sums = state["seen"], state["sums"]
-        from_first(world, lambda: start(run, config, found))
+        broadcast(world, lambda: start(run, config, found))
         if run is not None and verbose:
             print(describe(config, model, run_dir, seen=seen, brief=brief), file=sys.stderr, flush=True)
         resumed = found is not None
@@ -178,16 +178,18 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False, brief: bo
             world_size=world.size,
         )
         batches = iter(loader)
-        monitor = None
+        validation = None
         if run is not None and data.holdout:
-            monitor = make_monitor(config, objective, source, train_indices, held_out_indices, preprocess=preprocess)
+            validation = make_validator(
+                config, objective, source, train_indices, held_out_indices, preprocess=preprocess
+            )
 
         progress = stack.enter_context(
             Progress(
                 samples=optim.samples,
                 seen=seen,
                 shown=verbose and run is not None,
-                tensorboard=run_dir / "tensorboard" if config.monitor.tensorboard and run is not None else None,
+                tensorboard=run_dir / "tensorboard" if config.validation.tensorboard and run is not None else None,
             )
         )
         clock, clock_seen = time.perf_counter(), seen
@@ -204,7 +206,11 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False, brief: bo
             # What is due at this point was done before if a checkpoint of this point was loaded.
             if not resumed:
                 # Report the means since the last report.
-                if run is not None and sums["count"] and (due(seen, config.monitor.report, optim.batch_size) or done):
+                if (
+                    run is not None
+                    and sums["count"]
+                    and (due(seen, config.validation.report, optim.batch_size) or done)
+                ):
                     count, now = sums.pop("count"), time.perf_counter()
                     record = {"kind": "train", "seen": seen, **{name: value / count for name, value in sums.items()}}
                     record["lr"] = lr_at(seen)
@@ -215,10 +221,10 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False, brief: bo
                     sums, clock, clock_seen = {"count": 0.0}, now, seen
 
                 # Evaluate on held-out samples.
-                if data.holdout and (due(seen, config.monitor.every, optim.batch_size) or done):
+                if data.holdout and (due(seen, config.validation.every, optim.batch_size) or done):
                     measured = mirror.refresh()
-                    if run is not None and monitor is not None:
-                        record = {"kind": "validation", "seen": seen, **monitor.measure(measured)}
+                    if run is not None and validation is not None:
+                        record = {"kind": "validation", "seen": seen, **validation.measure(measured)}
                         run.append(record)
                         progress.record(record)
 
@@ -228,7 +234,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False, brief: bo
                     if run is not None:
                         run.list_skipped(loader.skipped)
                         kept["metrics"] = run.metrics_digest
-                    saved = keeper.save(seen=seen, state=kept, last=bool(done or stop.agreed))
+                    saved = checkpointer.save(seen=seen, state=kept, last=bool(done or stop.agreed))
                     if done and not saved:
                         raise UserError(
                             f"The trained weights could not be saved in {run_dir}: make room there and give the same "
@@ -238,7 +244,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False, brief: bo
 
             # Stop.
             if stop.agreed and not done:
-                wait_for_all(world)  # a launcher may end the first process, which saves, once another has gone
+                barrier(world)  # a launcher may end the first process, which saves, once another has gone
                 if run is not None:
                     log.warning("Stopped after %d of %d samples; the same command goes on.", seen, optim.samples)
                 raise InterruptedRun(stop.agreed)
@@ -278,7 +284,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False, brief: bo
             progress.advance(optim.batch_size, loss=values["loss"])
 
         # The end: the weights as a model directory, and what the run came to.
-        return from_first(world, lambda: finish(config, run, seconds=time.perf_counter() - started))
+        return broadcast(world, lambda: finish(config, run, seconds=time.perf_counter() - started))
 
 
 # ---- its parts, in the order of their use
@@ -400,9 +406,9 @@ class Task(nn.Module):
         self.called = (torch.compile(model) if compiled else model,)
 
     def forward(self, images: Tensor, ids: Tensor, visits: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
-        draws = Draws(self.seed, ids, visits)
-        give_draws(self.model, draws)
-        return self.objective(self.called[0], Samples(images, labels), draws)
+        generator = SampleGenerator(self.seed, ids, visits)
+        give_generator(self.model, generator)
+        return self.objective(self.called[0], Samples(images, labels), generator)
 
 
 def due(seen: int, every: int | None, batch_size: int) -> bool:

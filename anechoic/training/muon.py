@@ -1,6 +1,6 @@
 """Muon: matrices move along their momentum made orthogonal, so that every direction is learned; AdamW moves the rest.
 
-One optimiser object for both, so that a loop, a checkpoint and a schedule need not know. Which parameters are matrices
+One optimizer object for both, so that a loop, a checkpoint and a schedule need not know. Which parameters are matrices
 of the network's body is decided in optim.py. (Jordan et al. 2024; the scale of the update is that of Liu et al. 2025.)
 """
 
@@ -25,7 +25,7 @@ GRAM_RATIO = 2
 EPS = 1e-7
 
 
-def orthogonalise(matrices: Tensor) -> Tensor:
+def orthogonalize(matrices: Tensor) -> Tensor:
     """(n, rows, columns) -> about U V^T of each one's singular value decomposition U S V^T.
 
     In float32 on processors, where bfloat16 is often emulated, and in bfloat16 on accelerators.
@@ -64,10 +64,10 @@ def _iterate_gram(x: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Groups with "algorithm": "muon" hold matrices and move by orthogonalised Nesterov momentum; others by AdamW.
+    """Groups with "algorithm": "muon" hold matrices and move by orthogonalized Nesterov momentum; others by AdamW.
 
     m <- momentum m + (1 - momentum) g;  n = (1 - momentum) g + momentum m;  w <- (1 - lr weight_decay) w - lr 0.2
-    sqrt(max(rows, columns)) orthogonalise(n). Matrices of one shape are orthogonalised together, whatever their groups.
+    sqrt(max(rows, columns)) orthogonalize(n). Matrices of one shape are orthogonalized together, whatever their groups.
     Where processes hold some rows each, n is gathered, since only a whole matrix can be made orthogonal.
     """
 
@@ -121,7 +121,7 @@ class Muon(torch.optim.Optimizer):
                 state["momentum"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             average = state["momentum"].lerp_(gradient, 1 - group["momentum"])
             blends.append(whole(torch.lerp(gradient, average, group["momentum"])))
-        updates = orthogonalise(torch.stack(blends))
+        updates = orthogonalize(torch.stack(blends))
         size = UPDATE_SCALE * max(updates.shape[1:]) ** 0.5
         for (parameter, group), update in zip(members, updates, strict=True):
             parameter.mul_(1 - group["lr"] * group["weight_decay"])

@@ -1,4 +1,4 @@
-"""What training minimises: callables (model, batch, draws) -> {"loss": scalar, ...}, by name.
+"""What training minimizes: callables (model, batch, draws) -> {"loss": scalar, ...}, by name.
 
 An objective holds no state and knows no loop; whatever is random comes from the batch's draws, one stream per sample.
 A new one is a row of OBJECTIVES. (Section 4.)
@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
-from anechoic.errors import UserError, nearest_name
 from anechoic.data.preprocess import Preprocess
-from anechoic.rng import Draws
+from anechoic.errors import UserError, nearest_name
+from anechoic.rng import SampleGenerator
 
 
 class Samples(Protocol):
-    """What an objective reads of a batch: normalised images (B, C, H, W) and, if the data has them, labels (B,)."""
+    """What an objective reads of a batch: normalized images (B, C, H, W) and, if the data has them, labels (B,)."""
 
     @property
     def images(self) -> Tensor: ...
@@ -29,16 +29,16 @@ class Samples(Protocol):
     def labels(self) -> Tensor | None: ...
 
 
-Objective = Callable[[Any, Samples, Draws], dict[str, Tensor]]
+Objective = Callable[[Any, Samples, SampleGenerator], dict[str, Tensor]]
 
 
 def masked_reconstruction() -> Objective:
     """The masked autoencoder's own loss; each sample's mask is drawn from its uniform noise (B, N)."""
 
-    def loss(model: Any, batch: Samples, draws: Draws) -> dict[str, Tensor]:
+    def loss(model: Any, batch: Samples, generator: SampleGenerator) -> dict[str, Tensor]:
         p = model.config.patch_size
         rows, columns = batch.images.shape[2] // p, batch.images.shape[3] // p
-        return {"loss": model(batch.images, draws.uniform("mask", rows * columns)).loss}
+        return {"loss": model(batch.images, generator.uniform("mask", rows * columns)).loss}
 
     return loss
 
@@ -46,7 +46,7 @@ def masked_reconstruction() -> Objective:
 def supervised(*, label_smoothing: float = 0.0) -> Objective:
     """Cross-entropy of the model's logits (B, K) with labels: class numbers (B,), or soft targets (B, K)."""
 
-    def loss(model: Any, batch: Samples, draws: Draws) -> dict[str, Tensor]:
+    def loss(model: Any, batch: Samples, generator: SampleGenerator) -> dict[str, Tensor]:
         assert batch.labels is not None, "the engine refuses this objective on data without labels"
         logits = model(batch.images)
         classes = batch.labels if batch.labels.ndim == 1 else batch.labels.argmax(dim=1)

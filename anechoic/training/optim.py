@@ -17,18 +17,20 @@ from anechoic.config import Algorithm
 from anechoic.errors import UserError
 from anechoic.runtime.fsdp import local, placed, whole
 
-Decayed = Literal["matrices", "all"]
+WeightDecayOn = Literal["matrices", "all"]
 FIRST_LAYER = ("class_token", "positions", "patch_embed")
 BLOCK = re.compile(r"(?:^|\.)blocks\.(\d+)\.")
 # Of encoders, decoders, in and out, in the middle, and what feeds a decoder.
 BODY = re.compile(r"(?:^|\.)(?:\w+_)?(?:blocks?|skips)\.")
 
 
-def is_decayed(name: str, parameter: Tensor, *, decayed: Decayed = "matrices", exempt: Sequence[str] = ()) -> bool:
+def has_weight_decay(
+    name: str, parameter: Tensor, *, weight_decay_on: WeightDecayOn = "matrices", exempt: Sequence[str] = ()
+) -> bool:
     """Tensors of two or more dimensions (tokens included), or all; never those whose name, or its end, is exempt."""
     if name in exempt or name.rpartition(".")[2] in exempt:
         return False
-    return decayed == "all" or (parameter.ndim >= 2 and not name.endswith(".bias"))
+    return weight_decay_on == "all" or (parameter.ndim >= 2 and not name.endswith(".bias"))
 
 
 def layer_of(name: str, depth: int) -> int:
@@ -49,7 +51,7 @@ def parameter_groups(
     *,
     weight_decay: float,
     algorithm: Algorithm = "adamw",
-    decayed: Decayed = "matrices",
+    weight_decay_on: WeightDecayOn = "matrices",
     exempt: Sequence[str] = (),
     layer_decay: float = 1.0,
 ) -> list[dict[str, Any]]:
@@ -65,7 +67,9 @@ def parameter_groups(
     groups: dict[tuple[str, float, float], dict[str, Any]] = {}
     for name, parameter in named:
         scale = layer_decay ** (depth + 1 - layer_of(name, depth))
-        decay = weight_decay if is_decayed(name, parameter, decayed=decayed, exempt=exempt) else 0.0
+        decay = (
+            weight_decay if has_weight_decay(name, parameter, weight_decay_on=weight_decay_on, exempt=exempt) else 0.0
+        )
         mover = "muon" if algorithm == "muon" and is_body_matrix(name, parameter) else "adamw"
         new = {"params": [], "names": [], "weight_decay": decay, "lr_scale": scale, "algorithm": mover}
         group = groups.setdefault((mover, scale, decay), new)

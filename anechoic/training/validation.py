@@ -16,27 +16,27 @@ from torch import Tensor, nn
 from anechoic.config import Config
 from anechoic.data import Source, Subset
 from anechoic.data.in_memory import Prepared
+from anechoic.data.preprocess import Preprocess
 from anechoic.diffusion.process import process_of
 from anechoic.eval.denoisers import Denoiser, denoiser_of
 from anechoic.eval.encoders import Encoder
+from anechoic.eval.eval_data import EvalData
 from anechoic.eval.evaluator import EvalSpec, Evaluator
 from anechoic.eval.features import evaluating
-from anechoic.eval.eval_data import Labelled
-from anechoic.data.preprocess import Preprocess
-from anechoic.rng import Draws
+from anechoic.rng import SampleGenerator
 from anechoic.training.build import reads_without_labels
 from anechoic.training.objectives import Objective
 
 
 class Samples(NamedTuple):
-    """What an objective reads: normalised images (B, C, H, W), and labels (B,) if the data has them."""
+    """What an objective reads: normalized images (B, C, H, W), and labels (B,) if the data has them."""
 
     images: Tensor
     labels: Tensor | None
 
 
 @dataclass(frozen=True)
-class Monitor:
+class Validator:
     """Measures on held-out samples; `votes` are training samples for a k-NN test, if one is wanted."""
 
     config: Config
@@ -55,8 +55,8 @@ class Monitor:
         encoder = self.encoder(model)
         spec = EvalSpec(metrics, poolings=("mean",), noise=(0.0,) if isinstance(encoder, Denoiser) else ())
         votes = None if self.votes is None else self.votes.labels
-        labelled = Labelled(self.votes, self.held_out, votes, self.held_out.labels)
-        found = Evaluator(spec, device=str(device), cached=False).run(encoder, labelled)
+        eval_data = EvalData(self.votes, self.held_out, votes, self.held_out.labels)
+        found = Evaluator(spec, device=str(device), cached=False).run(encoder, eval_data)
         record |= found.network
         if self.votes is not None:
             record["knn_accuracy"] = found.value("knn", pooling="mean")
@@ -79,13 +79,13 @@ class Monitor:
                 batch = Samples(self.preprocess.apply(images[rows].to(device)), known)
                 ids = self.held_out.ids[rows].to(device)
                 for name, value in self.objective(
-                    model, batch, Draws(self.config.seed, ids, torch.zeros_like(ids))
+                    model, batch, SampleGenerator(self.config.seed, ids, torch.zeros_like(ids))
                 ).items():
                     sums[name] = sums.get(name, 0.0) + value.item() * len(ids)
         return {name: value / len(images) for name, value in sums.items()}
 
 
-def make_monitor(
+def make_validator(
     config: Config,
     objective: Objective,
     source: Source,
@@ -93,13 +93,13 @@ def make_monitor(
     held_out_indices: np.ndarray,
     *,
     preprocess: Preprocess,
-) -> Monitor:
+) -> Validator:
     """Reads the held-out samples, and the first training samples if a k-NN test is wanted, without augmentation."""
     held_out, votes = (
         Prepared.of(Subset(source, indices), image_size=config.data.image_size, seed=config.seed)
         if len(indices)
         else None
-        for indices in (held_out_indices, train_indices[: config.monitor.knn])
+        for indices in (held_out_indices, train_indices[: config.validation.knn])
     )
     assert held_out is not None, "a run without held-out samples has no monitor"
-    return Monitor(config, objective, preprocess, held_out, votes)
+    return Validator(config, objective, preprocess, held_out, votes)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from anechoic.errors import UserError
-from anechoic.weights.read_checkpoint import Checkpoint
 from anechoic.models.layers import Gelu
+from anechoic.weights.read_checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from anechoic.errors import UserError
+from anechoic.models import SIT_SIZES, UVIT_SIZES, VIT_SIZES
+from anechoic.models.mae import MAEConfig
+from anechoic.models.network import NetworkConfig
+from anechoic.models.sit import SiTConfig
+from anechoic.models.uvit import UViTConfig
+from anechoic.models.vit import ViTConfig
+from anechoic.weights.checkpoint_metadata import Told
 from anechoic.weights.layouts import (
     MAE_TO_OURS,
     TIMM_TO_OURS,
@@ -22,13 +29,6 @@ from anechoic.weights.layouts import (
     sit_to_ours,
     square_side,
 )
-from anechoic.weights.checkpoint_metadata import Told
-from anechoic.models import SIT_SIZES, UVIT_SIZES, VIT_SIZES
-from anechoic.models.mae import MAEConfig
-from anechoic.models.network import NetworkConfig
-from anechoic.models.sit import SiTConfig
-from anechoic.models.uvit import UViTConfig
-from anechoic.models.vit import ViTConfig
 
 # The config, the tensors under our names, and the names in the file that need no place in the network.
 Converted = tuple[NetworkConfig, Tensors, list[str]]

@@ -19,21 +19,21 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from anechoic.data.preprocess import MARGIN, Preprocess
 from anechoic.errors import UserError
-from anechoic.weights.export_readme import model_card_text
-from anechoic.weights.layouts import OURS_TO_TIMM, Tensors, rename, timm_to_transformers, transformers_module
-from anechoic.weights.verify_export import open_with, set_eps
 from anechoic.models import build
 from anechoic.models.mae import MaskedAutoencoder
 from anechoic.models.network import MARKS
-from anechoic.data.preprocess import MARGIN, Preprocess
 from anechoic.models.sit import SiT
 from anechoic.models.uvit import UViT
 from anechoic.models.vit import VisionTransformer, ViTConfig
 from anechoic.runtime.checkpoint import load, model_card, write_model
-from anechoic.storage.files import write_aside
 from anechoic.shortcut import Read, Stream
+from anechoic.storage.files import write_aside
 from anechoic.surgery import fold, fold_along
+from anechoic.weights.export_readme import model_card_text
+from anechoic.weights.layouts import OURS_TO_TIMM, Tensors, rename, timm_to_transformers, transformers_module
+from anechoic.weights.verify_export import open_with, set_eps
 
 # timm's architecture that every size is an option of.
 TIMM_ARCHITECTURE = "vit_base_patch16_224"
@@ -157,7 +157,7 @@ def with_final_norm(model: VisionTransformer) -> VisionTransformer:
     if config.num_classes > 0 and config.norm == (config.pool == "mean"):
         times = "twice" if config.norm else "never"
         raise UserError(
-            f"timm and transformers normalise once before they classify, and this network {times}: export it to "
+            f"timm and transformers normalize once before they classify, and this network {times}: export it to "
             f"safetensors, onnx or torch-export."
         )
     if config.norm or model.head_norm is not None:

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from anechoic.config import IMAGENET_MEAN, IMAGENET_STD
+from anechoic.data.preprocess import Preprocess
 from anechoic.errors import UserError
-from anechoic.weights import converting
-from anechoic.weights.layouts import transformers_to_timm
-from anechoic.weights.read_checkpoint import Checkpoint, read_checkpoint
-from anechoic.weights.checkpoint_metadata import Choices, Told, numbers
 from anechoic.models import build
 from anechoic.models.mae import MAEConfig
 from anechoic.models.network import MARKS, Network, NetworkConfig
-from anechoic.data.preprocess import Preprocess
 from anechoic.models.vit import ViTConfig
+from anechoic.weights import converting
+from anechoic.weights.checkpoint_metadata import Choices, Told, numbers
+from anechoic.weights.layouts import transformers_to_timm
+from anechoic.weights.read_checkpoint import Checkpoint, read_checkpoint
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def import_checkpoint(path: Path, choices: Choices) -> Imported:
     tensors = checkpoint.tensors
     if any(name.startswith(("vit.embeddings.", "embeddings.")) for name in tensors):
         tensors = transformers_to_timm(tensors)
-    kind, convert = recognise(tensors)
+    kind, convert = recognize(tensors)
     told = Told.by(checkpoint, choices)
     config, renamed, left_out = convert(tensors, told)
     told.refuse_unasked(kind)
@@ -58,7 +58,7 @@ def import_checkpoint(path: Path, choices: Choices) -> Imported:
     return Imported(network.eval(), kind, preprocess, left_out, checkpoint.wrapper, told.assumed)
 
 
-def recognise(tensors: Mapping[str, Tensor]) -> tuple[str, converting.Converter]:
+def recognize(tensors: Mapping[str, Tensor]) -> tuple[str, converting.Converter]:
     """The kind of checkpoint by the names that only it has, and how to convert it."""
     converting.refuse_relatives(tensors)
     if "x_embedder.proj.weight" in tensors:
@@ -76,7 +76,7 @@ def recognise(tensors: Mapping[str, Tensor]) -> tuple[str, converting.Converter]
 
 
 def _preprocess(config: NetworkConfig, checkpoint: Checkpoint) -> Preprocess:
-    """Mean and std of the folder's processor, else the usual: ImageNet's for colour images of encoders, -1 .. 1 for
+    """Mean and std of the folder's processor, else the usual: ImageNet's for color images of encoders, -1 .. 1 for
     images of diffusion networks, none for latents."""
     channels = config.in_channels
     usual: tuple[Sequence[float], Sequence[float]] = ((0.0,) * channels, (1.0,) * channels)

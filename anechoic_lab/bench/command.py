@@ -32,7 +32,7 @@ def bench(
     images: Path | None = None,
     small: str = "",
     workers: int = 0,
-    unfused: bool = False,
+    fused: bool = True,
 ) -> Outcome:
     """Measure speed against peers, taking turns with them on this machine.
 
@@ -43,9 +43,9 @@ def bench(
             quality (time until a network is as good as the peer's), or all.
         rounds: how many turns each contestant takes; the median and the range of the ratios are shown.
         images: for data and embed, a folder of JPEGs; JPEGs are made from the embedded scenes if it is not given.
-        small: for data and quality, a source of small images, labelled for quality; embedded ones if it is not given.
+        small: for data and quality, a source of small images, labeled for quality; embedded ones if it is not given.
         workers: for data, worker processes of both loaders.
-        unfused: for train, our path module by module instead of the fused one.
+        fused: for train, the fused path (--no-fused: module by module).
     """
     if what not in (*BENCHMARKS, "all"):
         raise UserError(f"There is no benchmark {what!r}; {nearest_name(what, [*BENCHMARKS, 'all'])}")
@@ -54,7 +54,7 @@ def bench(
     from anechoic_lab.bench.timing import Options, table
 
     start = time.perf_counter()
-    options = Options(rounds, str(images or ""), small, workers, unfused, verb)
+    options = Options(rounds, str(images or ""), small, workers, fused, verb)
     rows, peers, failed = [], {}, {}
     for name in BENCHMARKS if what == "all" else [what]:
         module = import_module(BENCHMARKS[name])

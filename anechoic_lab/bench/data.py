@@ -15,16 +15,15 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
-from anechoic_lab.bench.memory import peak_memory_mb
-from anechoic_lab.bench.timing import Options, interleave, row
 from anechoic.config import IMAGENET_MEAN, IMAGENET_STD
-from anechoic.data import Loader, Scenes, Source, open_source
-from anechoic.data import decode as decoding
+from anechoic.data import Loader, Scenes, Source, decoding, open_source
 from anechoic.data.files import Files
+from anechoic.data.preprocess import Preprocess
 from anechoic.errors import UserError
 from anechoic.models import build_model
-from anechoic.data.preprocess import Preprocess
 from anechoic.recipes.pocket import pocket_mae_cifar100
+from anechoic_lab.bench.memory import peak_memory_mb
+from anechoic_lab.bench.timing import Options, interleave, row
 
 PEERS = ("pillow", "simplejpeg")
 PREPROCESS = Preprocess(IMAGENET_MEAN, IMAGENET_STD, 64, 3)
@@ -33,7 +32,7 @@ MADE_UP_JPEGS, MADE_UP_SMALL = 500, 10_000
 
 
 class PillowCrops(Dataset):
-    """What most training code does: decode, crop, resize and flip with Pillow, then a float tensor, normalised."""
+    """What most training code does: decode, crop, resize and flip with Pillow, then a float tensor, normalized."""
 
     def __init__(self, paths: list[Path], *, size: int):
         self.paths, self.size = paths, size
@@ -83,7 +82,7 @@ def make_jpegs(folder: Path) -> Path:
 
 
 def jpeg_rows(folder: Path, *, rounds: int, workers: int) -> list[dict[str, Any]]:
-    """The same batches of 64 px crops, normalised floats, from the same files with the same number of workers."""
+    """The same batches of 64 px crops, normalized floats, from the same files with the same number of workers."""
     source = open_source(folder)
     if not isinstance(source, Files):
         raise UserError(
@@ -129,7 +128,7 @@ def jpeg_rows(folder: Path, *, rounds: int, workers: int) -> list[dict[str, Any]
 
 
 def reader(source: Source, workers: int, *, cache: bool, simplejpeg: bool, batches: int) -> Callable[[], None]:
-    """Our pipeline: a function that reads so many batches of normalised crops, with Pillow alone or with simplejpeg."""
+    """Our pipeline: a function that reads so many batches of normalized crops, with Pillow alone or with simplejpeg."""
     loader = Loader(source, image_size=JPEG_SIZE, batch_size=BATCH, shuffle=True, workers=workers, cache=cache)
     installed = decoding.simplejpeg
 

@@ -1,6 +1,6 @@
 """Embedding a folder of JPEGs with a ViT-S/16 of 224 pixels: `anechoic embed` against transformers' ViTModel.
 
-Both decode, resize the shorter side to 256, cut the middle, normalise and write one vector per image to a .npz file;
+Both decode, resize the shorter side to 256, cut the middle, normalize and write one vector per image to a .npz file;
 the peer does it with Pillow in a DataLoader of as many workers, at its best number of threads and images a batch. Every
 contestant is a process of its own and opens its model before the clock runs.
 """
@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from anechoic.config import IMAGENET_MEAN, IMAGENET_STD
+from anechoic.data.preprocess import Preprocess
+from anechoic.errors import UserError
 from anechoic_lab.bench.contest import Entry, contest, fastest
 from anechoic_lab.bench.timing import Options, gemm_flops, row
-from anechoic.config import IMAGENET_MEAN, IMAGENET_STD
-from anechoic.errors import UserError
-from anechoic.data.preprocess import Preprocess
 
 PEERS = ("transformers", "pillow", "torch")
 MODEL: dict[str, Any] = {"dim": 384, "depth": 12, "num_heads": 6}
@@ -32,9 +32,9 @@ PREPROCESS = Preprocess(IMAGENET_MEAN, IMAGENET_STD, SIZE, 3)
 
 def run(options: Options) -> list[dict[str, Any]]:
     """A row for no workers and one for two, and one for the class token beside the mean of the patches."""
-    from anechoic_lab.bench.data import make_jpegs
     from anechoic.data import open_source
     from anechoic.data.files import Files
+    from anechoic_lab.bench.data import make_jpegs
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(options.images) if options.images else make_jpegs(Path(temporary))
@@ -142,7 +142,7 @@ def peer_embedder(world: object, paths: tuple[str, ...], workers: int, batch: in
 
 
 class PillowImages:
-    """Decode, resize the shorter side, cut the middle; a normalised float tensor."""
+    """Decode, resize the shorter side, cut the middle; a normalized float tensor."""
 
     def __init__(self, paths: tuple[str, ...]) -> None:
         self.paths = paths

@@ -1,6 +1,6 @@
-"""Exact nearest neighbours against faiss's flat index: 50,000 train vectors of 384 channels, 10,000 queries, k = 20.
+"""Exact nearest neighbors against faiss's flat index: 50,000 train vectors of 384 channels, 10,000 queries, k = 20.
 
-Both get the same vectors and the same number of threads, and both normalise them: faiss inside the measured time too.
+Both get the same vectors and the same number of threads, and both normalize them: faiss inside the measured time too.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anechoic_lab.bench.memory import peak_memory_mb
-from anechoic_lab.bench.timing import Options, gemm_flops, interleave, row
 from anechoic.errors import UserError
 from anechoic.eval.metrics.knn import nearest
+from anechoic_lab.bench.memory import peak_memory_mb
+from anechoic_lab.bench.timing import Options, gemm_flops, interleave, row
 
 PEERS = ("faiss-cpu",)
 TRAIN, QUERIES, DIM, K = 50_000, 10_000, 384, 20

@@ -21,9 +21,9 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
+from anechoic.errors import UserError
 from anechoic_lab.bench.timing import Options, Timing, row
 from anechoic_lab.bench.train import DRAWINGS, Work, peer_network
-from anechoic.errors import UserError
 
 if TYPE_CHECKING:
     from anechoic.config import Config
@@ -105,14 +105,14 @@ class Race:
         config = replace(
             config,
             shortcut=replace(config.shortcut, alpha_min=1.0),
-            monitor=replace(config.monitor, report=SAMPLES // 10, every=SAMPLES),
+            validation=replace(config.validation, report=SAMPLES // 10, every=SAMPLES),
             save=replace(config.save, every=SAMPLES),
             threads=1,
             devices=1,
         )
         source = open_data(config)
         self.config = resolve(config, size=len(source), fingerprint=source.fingerprint, accelerators=0, cores=1)
-        self.labelled = (small, None) if small else ("emoji:train", "emoji:test")
+        self.eval_data = (small, None) if small else ("emoji:train", "emoji:test")
         self.folder = folder
         self.count = 0
 
@@ -152,20 +152,20 @@ class Race:
 
         from anechoic.data.split import hold_out
         from anechoic.eval.encoders import Encoder
+        from anechoic.eval.eval_data import open_eval_data
         from anechoic.eval.evaluator import EvalSpec, Evaluator
-        from anechoic.eval.eval_data import open_labelled
         from anechoic.training.build import open_data, preprocess_of
-        from anechoic.training.validation import make_monitor
         from anechoic.training.objectives import make_objective
+        from anechoic.training.validation import make_validator
 
         preprocess, source = preprocess_of(config), open_data(config)
         objective = make_objective(config.objective.name, preprocess=preprocess, **config.objective.options)
         parts = hold_out(len(source), config.data.holdout or 0)
-        monitor = make_monitor(replace(config, seed=0), objective, source, *parts, preprocess=preprocess)
-        loss = monitor.losses(network, torch.device("cpu"))["loss"]
-        labelled = open_labelled(*self.labelled, channels=preprocess.channels)
-        spec = EvalSpec(("probe",), poolings=("mean",), fitted=FITTED, tested=TESTED)
-        probe = Evaluator(spec, cached=False).run(Encoder("network", network, preprocess), labelled)
+        validation = make_validator(replace(config, seed=0), objective, source, *parts, preprocess=preprocess)
+        loss = validation.losses(network, torch.device("cpu"))["loss"]
+        eval_data = open_eval_data(*self.eval_data, channels=preprocess.channels)
+        spec = EvalSpec(("probe",), poolings=("mean",), max_train=FITTED, max_test=TESTED)
+        probe = Evaluator(spec, cached=False).run(Encoder("network", network, preprocess), eval_data)
         return Trained(samples, seconds, loss, 100 * probe.value("probe", pooling="mean"))
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from anechoic.errors import UserError
 from anechoic_lab.bench.memory import peak_memory_mb
 from anechoic_lab.bench.timing import Options, interleave, row
-from anechoic.errors import UserError
 
 PEERS = ("diffusers", "torch")
 BATCH, STEPS = 16, 20

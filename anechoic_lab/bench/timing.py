@@ -17,13 +17,13 @@ GEMM_SIDE = 2048
 @dataclass(frozen=True)
 class Options:
     """What every benchmark is told. images: a folder of JPEGs; small: a source of small images; "" makes some up;
-    unfused: train on the path module by module; verb: name -> function, for the benchmark of the verbs' memory."""
+    fused: train on the fused path; verb: name -> function, for the benchmark of the verbs' memory."""
 
     rounds: int = 5
     images: str = ""
     small: str = ""
     workers: int = 0
-    unfused: bool = False
+    fused: bool = True
     verb: Callable[[str], Callable] | None = None
 
 

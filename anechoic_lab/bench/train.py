@@ -14,10 +14,10 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from anechoic_lab.bench.contest import Entry, Step, contest, fastest
-from anechoic_lab.bench.timing import GEMM_SIDE, Options, Timing, row
 from anechoic.config import Algorithm
 from anechoic.errors import UserError
+from anechoic_lab.bench.contest import Entry, Step, contest, fastest
+from anechoic_lab.bench.timing import GEMM_SIDE, Options, Timing, row
 
 if TYPE_CHECKING:
     from anechoic.runtime.distributed import World
@@ -83,11 +83,11 @@ def run(options: Options) -> list[dict[str, Any]]:
         import transformers  # noqa: F401 (only whether it is there)
     except ImportError as error:
         raise UserError('This benchmark needs an extra package: pip install "anechoic[bench]".') from error
-    rows = [against_peer(work, rounds=options.rounds, unfused=options.unfused) for work in WORKS]
+    rows = [against_peer(work, rounds=options.rounds, fused=options.fused) for work in WORKS]
     return [
         *rows,
-        decayed_against_residual(replace(POCKET, batch=32), pairs=PAIRS, unfused=options.unfused),
-        muon_against_adamw(DRAWINGS, pairs=MUON_PAIRS, unfused=options.unfused),
+        decayed_against_residual(replace(POCKET, batch=32), pairs=PAIRS, fused=options.fused),
+        muon_against_adamw(DRAWINGS, pairs=MUON_PAIRS, fused=options.fused),
     ]
 
 
@@ -98,7 +98,7 @@ def ours(
     world: World,
     work: Work,
     options: dict[str, Any],
-    unfused: bool,
+    fused: bool,
     compiled: bool = False,
     algorithm: Algorithm = "adamw",
 ) -> Step:
@@ -107,16 +107,16 @@ def ours(
 
     from anechoic.config import OptimConfig
     from anechoic.models import build_model
-    from anechoic.models.layers import choose_path
+    from anechoic.models.layers import set_block_options
     from anechoic.runtime.determinism import freeze_garbage, keep_freed_memory
     from anechoic.runtime.distributed import average_gradients, parallel
     from anechoic.training.build import make_optimizer
 
-    if not unfused:
+    if fused:
         keep_freed_memory()
     torch.manual_seed(0)
     model = build_model("mae_tiny_patch4", **work.model_options(**options)).train()
-    choose_path(model, unfused=unfused)
+    set_block_options(model, fused=fused)
     optimizer = make_optimizer(model, OptimConfig(algorithm=algorithm, batch_size=work.batch))
     called: Any = torch.compile(model) if compiled else model
     trained = parallel(world, called)
@@ -128,7 +128,7 @@ def ours(
         optimizer.step()
         optimizer.zero_grad()
 
-    if not unfused:
+    if fused:
         step()
         freeze_garbage()
     return step
@@ -194,7 +194,7 @@ def named(processes: int, threads: int) -> str:
     return f"{processes} x {threads} threads"
 
 
-def against_peer(work: Work, *, rounds: int, unfused: bool = False) -> dict[str, Any]:
+def against_peer(work: Work, *, rounds: int, fused: bool = True) -> dict[str, Any]:
     """ours beside the peer and beside the machine, each at its best arrangement."""
     from anechoic.models import model_config
     from anechoic.training.flops import step_flops
@@ -202,10 +202,10 @@ def against_peer(work: Work, *, rounds: int, unfused: bool = False) -> dict[str,
     options = {"skips": False}
     entries = {}
     for processes, threads in arrangements(work.batch):
-        entries[f"ours, {named(processes, threads)}"] = Entry(ours, (work, options, unfused), processes, threads)
+        entries[f"ours, {named(processes, threads)}"] = Entry(ours, (work, options, fused), processes, threads)
         if work.compiled and processes > 1:
             entries[f"ours compiled, {named(processes, threads)}"] = Entry(
-                ours, (work, options, unfused, True), processes, threads
+                ours, (work, options, fused, True), processes, threads
             )
         entries[f"limit, {named(processes, threads)}"] = Entry(product, (), processes, threads)
     for threads in {1, arrangements(work.batch)[0][1]} if work.peer_on_one_thread else {arrangements(work.batch)[0][1]}:
@@ -217,7 +217,7 @@ def against_peer(work: Work, *, rounds: int, unfused: bool = False) -> dict[str,
     gemm = 2.0 * GEMM_SIDE**3 * entries[limit].processes / min(timing.seconds[limit])
     config: Any = model_config("mae_tiny_patch4", **work.model_options(**options))
     line = row(
-        f"{work}{', module by module' if unfused else ''}",
+        f"{work}{'' if fused else ', module by module'}",
         timing,
         ours=best,
         peer=peer,
@@ -230,20 +230,20 @@ def against_peer(work: Work, *, rounds: int, unfused: bool = False) -> dict[str,
     return line | {"ours_name": best, "gemm_flops": gemm, "contestants": everyone}
 
 
-def decayed_against_residual(work: Work, *, pairs: int, unfused: bool = False) -> dict[str, Any]:
+def decayed_against_residual(work: Work, *, pairs: int, fused: bool = True) -> dict[str, Any]:
     """The network with decayed shortcuts beside the same one with plain shortcuts."""
     arguments = {
-        name: (work, {"skips": True, "alpha_min": alpha_min}, unfused)
+        name: (work, {"skips": True, "alpha_min": alpha_min}, fused)
         for name, alpha_min in (("decayed", 0.6), ("residual", 1.0))
     }
     name = f"decayed (alpha_min 0.6) beside residual, with skips, {work}"
     return against_baseline(name, arguments, arrangements(work.batch)[-1], pairs=pairs, batch=work.batch)
 
 
-def muon_against_adamw(work: Work, *, pairs: int, unfused: bool = False) -> dict[str, Any]:
-    """A step with orthogonalised updates beside a step of AdamW, in one process of one thread."""
+def muon_against_adamw(work: Work, *, pairs: int, fused: bool = True) -> dict[str, Any]:
+    """A step with orthogonalized updates beside a step of AdamW, in one process of one thread."""
     options = {"skips": True, "alpha_min": 0.6}
-    arguments = {name: (work, options, unfused, False, name.lower()) for name in ("Muon", "AdamW")}
+    arguments = {name: (work, options, fused, False, name.lower()) for name in ("Muon", "AdamW")}
     return against_baseline(f"Muon beside AdamW, with skips, {work}", arguments, (1, 1), pairs=pairs, batch=work.batch)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from anechoic.errors import NotFiniteError, UserError
 
-Centre = Literal["columns", "rows", "none"]
+Center = Literal["columns", "rows", "none"]
 
 
 class EffectiveRank(NamedTuple):
@@ -26,25 +26,25 @@ class EffectiveRank(NamedTuple):
     rank: float
 
 
-def effective_rank(features: np.ndarray | Tensor, *, centre: Centre = "columns") -> EffectiveRank:
+def effective_rank(features: np.ndarray | Tensor, *, center: Center = "columns") -> EffectiveRank:
     """Entropy of the spectrum of the samples' covariance, and its exponential. features: (n, d).
 
-    p_i = s_i^2 / sum_j s_j^2 for the singular values s of the centred features, H = -sum p_i ln p_i (0 ln 0 = 0).
+    p_i = s_i^2 / sum_j s_j^2 for the singular values s of the centered features, H = -sum p_i ln p_i (0 ln 0 = 0).
     "columns" removes the mean over samples, so the spectrum is that of the usual d x d covariance; "rows" removes each
     sample's own mean over channels, the literal reading of the paper's n x n matrix; "none" removes nothing, as for a
     matrix of weights. Features that do not vary have rank 0 and entropy 0.
     """
-    if centre not in get_args(Centre):
-        raise UserError(f"centre must be one of {', '.join(get_args(Centre))}, not {centre!r}.")
+    if center not in get_args(Center):
+        raise UserError(f"center must be one of {', '.join(get_args(Center))}, not {center!r}.")
     features = as_tensor(features)
     z = as_matrix(features)
     resolution = torch.finfo(features.dtype).eps if features.is_floating_point() else 0.0
-    centred = z if centre == "none" else z - z.mean(dim=0 if centre == "columns" else 1, keepdim=True)
+    centered = z if center == "none" else z - z.mean(dim=0 if center == "columns" else 1, keepdim=True)
     # Deviations below the resolution of the given numbers are rounding, not information.
     largest = z.abs().max().item()
-    if centred.abs().max().item() <= 4 * resolution * largest:
+    if centered.abs().max().item() <= 4 * resolution * largest:
         return EffectiveRank(0.0, 0.0)
-    energies = torch.linalg.eigvalsh(gram(centred / centred.abs().max())).clamp(min=0)
+    energies = torch.linalg.eigvalsh(gram(centered / centered.abs().max())).clamp(min=0)
     p = energies / energies.sum()
     entropy = max(0.0, -torch.special.xlogy(p, p).sum().item())
     return EffectiveRank(entropy, math.exp(entropy))
@@ -86,7 +86,7 @@ def as_matrix(features: np.ndarray | Tensor) -> Tensor:
 
 
 def linear_cka(a: np.ndarray | Tensor, b: np.ndarray | Tensor) -> float:
-    """||B^T A||^2 / (||A^T A|| ||B^T B||) of the column-centred matrices (Kornblith et al. 2019); constant: 0."""
+    """||B^T A||^2 / (||A^T A|| ||B^T B||) of the column-centered matrices (Kornblith et al. 2019); constant: 0."""
     a, b = as_matrix(a), as_matrix(b)
     a, b = a - a.mean(0), b - b.mean(0)
     norms = torch.linalg.norm(gram(a)) * torch.linalg.norm(gram(b))
@@ -160,11 +160,11 @@ def tsne(features: np.ndarray | Tensor, *, perplexity: float = 30.0, seed: int =
     return TSNE(perplexity=perplexity, init="pca", random_state=seed).fit_transform(z)
 
 
-def eigenvector_colours(cells: Tensor, *, first: int = 0) -> Tensor:
+def eigenvector_colors(cells: Tensor, *, first: int = 0) -> Tensor:
     """RGB of Figure 4: cells (n, h, w, C), one vector per place of n images, to (n, h, w, 3) in 0 .. 1.
 
-    Each vector is L2-normalised; left singular vectors first .. first + 2 of all places of all images together (no
-    centring) become red, green and blue, each min-max scaled over all images, so a colour means the same everywhere.
+    Each vector is L2-normalized; left singular vectors first .. first + 2 of all places of all images together (no
+    centering) become red, green and blue, each min-max scaled over all images, so a color means the same everywhere.
     """
     n, h, w, C = cells.shape
     if first + 3 > C:

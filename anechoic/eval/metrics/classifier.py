@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @torch.inference_mode()
 def accuracy_metric(subject: Subject) -> dict[str, float]:
-    """accuracy in 0 .. 1 on centre crops of the readable test images."""
-    model, labels = subject.encoder.model, subject.labelled.test_labels
+    """accuracy in 0 .. 1 on center crops of the readable test images."""
+    model, labels = subject.encoder.model, subject.eval_data.test_labels
     if labels is None:
         raise UserError("Accuracy needs labels and the test data has none; sort the images into one folder per class.")
     ids: list[np.ndarray] = []
     right = 0
     with evaluating(model):
-        for images in batches(subject.encoder, subject.labelled.test, device=str(subject.device), ids=ids):
+        for images in batches(subject.encoder, subject.eval_data.test, device=str(subject.device), ids=ids):
             right += int((model(images).argmax(dim=1).numpy(force=True) == labels[ids[-1]]).sum())
     return {"accuracy": right / max(1, sum(map(len, ids)))}

@@ -1,7 +1,7 @@
 """Metrics that need no label: is an image found by another crop of it, and are hidden patches guessed better than by
 the mean patch?
 
-What they are worth was measured on labelled data (docs/report.md). What follows from them is verdict.py's.
+What they are worth was measured on labeled data (docs/report.md). What follows from them is verdict.py's.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from anechoic.data import Augment, Source, Subset
-from anechoic.eval.metrics.analysis import doubled
 from anechoic.eval.encoders import Encoder
-from anechoic.eval.feature_cache import batches
-from anechoic.eval.features import Key, evaluating, extract_batches
-from anechoic.eval.metrics.knn import unit_rows
 from anechoic.eval.eval_data import evenly
-from anechoic.eval.reconstruction import reconstructs
+from anechoic.eval.feature_cache import batches
 from anechoic.eval.feature_scaling import rescaled
+from anechoic.eval.features import Key, evaluating, extract_batches
+from anechoic.eval.metrics.analysis import doubled
+from anechoic.eval.metrics.knn import unit_rows
+from anechoic.eval.reconstruction import reconstructs
 from anechoic.models.layers import patchify
-from anechoic.models.mae import normalise_patches
-from anechoic.rng import Draws
+from anechoic.models.mae import normalize_patches
+from anechoic.rng import SampleGenerator
 
 if TYPE_CHECKING:
     from anechoic.eval.evaluator import Subject
@@ -38,10 +38,10 @@ CROPPED, PAIRS = 512, 2
 def crops_metric(subject: Subject) -> dict[Key, dict[str, Any]]:
     """crop_retrieval: the share of crops whose nearest other crop, one of each image, is of the same image.
 
-    crop_error is its standard error over images. Channels are standardised first, so that no loud channel decides
+    crop_error is its standard error over images. Channels are standardized first, so that no loud channel decides
     alone. Nothing for data that has no pixels to crop, such as latents.
     """
-    source = subject.labelled.test
+    source = subject.eval_data.test
     if source.transform is not None or len(source) < 2:
         return {}
     source = Subset(source, evenly(len(source), CROPPED))
@@ -76,11 +76,11 @@ def crop_features(
 
 
 def found_again(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """(n,) 1.0 where the row of `other` most similar to a row of `one` is its own, by cosine of standardised channels.
+    """(n,) 1.0 where the row of `other` most similar to a row of `one` is its own, by cosine of standardized channels.
 
     Rows that tie with another count as not found: equal features tell nothing apart.
     """
-    both = rescaled(np.concatenate([one, other]), "standardised")
+    both = rescaled(np.concatenate([one, other]), "standardized")
     a, b = unit_rows(both[: len(one)], name="crop"), unit_rows(both[len(one) :], name="crop")
     similarities = a @ b.T
     own = similarities.diagonal().clone()
@@ -99,12 +99,12 @@ def reconstruction_metric(subject: Subject) -> dict[str, float]:
     p, first, losses = model.config.patch_size, 0, 0.0
     squares, total, count = 0.0, torch.zeros(()), 0
     with evaluating(model):
-        for images in batches(encoder, subject.labelled.test, device=str(subject.device)):
+        for images in batches(encoder, subject.eval_data.test, device=str(subject.device)):
             ids = torch.arange(first, first + len(images), device=images.device)
             patches = patchify(images, p)
-            noise = Draws(subject.spec.seed, ids, torch.zeros_like(ids)).uniform("mask", patches.shape[1])
+            noise = SampleGenerator(subject.spec.seed, ids, torch.zeros_like(ids)).uniform("mask", patches.shape[1])
             loss, _, mask = model(images, noise)
-            hidden = targets(patches, mask, normalised=model.config.norm_pix)
+            hidden = targets(patches, mask, normalized=model.config.norm_pix)
             losses += loss.item() * len(images)
             squares += hidden.square().mean(dim=1).sum().item()
             total = total + hidden.sum(dim=0).cpu()
@@ -113,7 +113,7 @@ def reconstruction_metric(subject: Subject) -> dict[str, float]:
     return {"masked_loss": losses / first, "mean_patch_loss": squares / count - mean.square().mean().item()}
 
 
-def targets(patches: Tensor, mask: Tensor, *, normalised: bool) -> Tensor:
+def targets(patches: Tensor, mask: Tensor, *, normalized: bool) -> Tensor:
     """What the autoencoder is to predict: the hidden ones (M, P) of all patches (B, N, P), in double precision."""
     hidden = patches[mask.bool()]
-    return doubled(normalise_patches(hidden) if normalised else hidden)
+    return doubled(normalize_patches(hidden) if normalized else hidden)

@@ -1,4 +1,4 @@
-"""Exact nearest neighbours by cosine similarity, and DINO's weighted k-NN vote on top of them.
+"""Exact nearest neighbors by cosine similarity, and DINO's weighted k-NN vote on top of them.
 
 It does not extract features and builds no index: products of chunks, so memory is bounded for any number of vectors.
 Ties: the smaller train index among equal similarities, the smaller class among equal votes.
@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anechoic.errors import NotFiniteError, UserError
-from anechoic.eval.metrics.analysis import as_tensor
-from anechoic.eval.features import Key
 from anechoic.eval.feature_scaling import fitted
+from anechoic.eval.features import Key
+from anechoic.eval.metrics.analysis import as_tensor
 
 if TYPE_CHECKING:
     from anechoic.eval.evaluator import Subject
@@ -34,19 +34,19 @@ QUERY_CHUNK, TRAIN_CHUNK = 512, 65536
 TILE, BLOCK = 2048, 32
 
 
-class Neighbours(NamedTuple):
+class Neighbors(NamedTuple):
     """similarities and train indices (Q, k), most similar first."""
 
     similarities: Tensor
     indices: Tensor
 
 
-def nearest(train: np.ndarray | Tensor, queries: np.ndarray | Tensor, *, k: int) -> Neighbours:
+def nearest(train: np.ndarray | Tensor, queries: np.ndarray | Tensor, *, k: int) -> Neighbors:
     """The k train vectors (n, D) of largest cosine with each query (Q, D), exactly, on the features' device."""
     train, queries = unit_rows(train, name="train"), unit_rows(queries, name="test")
     if not 1 <= k <= len(train):
         raise UserError(
-            f"k = {k} neighbours were asked for, but there are {len(train)} train samples; choose k up to that."
+            f"k = {k} neighbors were asked for, but there are {len(train)} train samples; choose k up to that."
         )
     if train.shape[1] != queries.shape[1]:
         raise UserError(
@@ -55,12 +55,12 @@ def nearest(train: np.ndarray | Tensor, queries: np.ndarray | Tensor, *, k: int)
     return nearest_units(train, queries, k=k)
 
 
-def nearest_units(train: Tensor, queries: Tensor, *, k: int) -> Neighbours:
+def nearest_units(train: Tensor, queries: Tensor, *, k: int) -> Neighbors:
     """`nearest` of vectors that have length 1 already."""
     if half_is_fast(train.device) and Sieve.pays(len(train), k=k):
         return sieved(train, queries, k=k)
     found = [nearest_to_chunk(train, chunk, k=k) for chunk in queries.split(QUERY_CHUNK)]
-    return Neighbours(torch.cat([f.similarities for f in found]), torch.cat([f.indices for f in found]))
+    return Neighbors(torch.cat([f.similarities for f in found]), torch.cat([f.indices for f in found]))
 
 
 def half_is_fast(device: torch.device) -> bool:
@@ -85,9 +85,9 @@ def unit_rows(features: np.ndarray | Tensor, *, name: str) -> Tensor:
 # ---- in full precision
 
 
-def nearest_to_chunk(train: Tensor, queries: Tensor, *, k: int) -> Neighbours:
+def nearest_to_chunk(train: Tensor, queries: Tensor, *, k: int) -> Neighbors:
     """Chunks of train in ascending order; concatenating best-so-far with the new ones keeps smaller indices first."""
-    best: Neighbours | None = None
+    best: Neighbors | None = None
     for start in range(0, len(train), TRAIN_CHUNK):
         table = queries @ train[start : start + TRAIN_CHUNK].T
         values, indices = top_of_rows(table, k=min(k, table.shape[1]))
@@ -95,7 +95,7 @@ def nearest_to_chunk(train: Tensor, queries: Tensor, *, k: int) -> Neighbours:
         if best is not None:
             values, order = torch.cat([best.similarities, values], dim=1).sort(dim=1, descending=True, stable=True)
             indices = torch.cat([best.indices, indices], dim=1).gather(1, order)
-        best = Neighbours(values[:, :k], indices[:, :k])
+        best = Neighbors(values[:, :k], indices[:, :k])
     assert best is not None
     return best
 
@@ -119,7 +119,7 @@ def top_of_rows(table: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
 # ---- sieved in half precision
 
 
-def sieved(train: Tensor, queries: Tensor, *, k: int) -> Neighbours:
+def sieved(train: Tensor, queries: Tensor, *, k: int) -> Neighbors:
     """As `nearest_to_chunk`, but only what a sieve cannot decide is computed in full precision."""
     sieve = Sieve.of(train)
     similarities = queries.new_empty(len(queries), k)
@@ -137,7 +137,7 @@ def sieved(train: Tensor, queries: Tensor, *, k: int) -> Neighbours:
         undecided.append(rows[~certain])
     for rows in torch.cat(undecided).split(QUERY_CHUNK):
         similarities[rows], indices[rows] = nearest_to_chunk(train, queries[rows], k=k)
-    return Neighbours(similarities, indices)
+    return Neighbors(similarities, indices)
 
 
 def padded(columns: int) -> int:
@@ -186,23 +186,23 @@ class Sieve(NamedTuple):
     """
 
     train: Tensor
-    centre: Tensor
+    center: Tensor
     rounded: Tensor
     largest: float
     largest_error: float
 
     @classmethod
     def of(cls, train: Tensor) -> Sieve:
-        centre = train.mean(dim=0)
-        centred = train - centre
-        rounded = centred.bfloat16()
+        center = train.mean(dim=0)
+        centered = train - center
+        rounded = centered.bfloat16()
         again = rounded.float()
-        largest, error = again.norm(dim=1).max().item(), again.sub_(centred).norm(dim=1).max().item()
-        offset = centred @ centre
+        largest, error = again.norm(dim=1).max().item(), again.sub_(centered).norm(dim=1).max().item()
+        offset = centered @ center
         high = offset.bfloat16()
         low = (offset - high.float()).bfloat16()
         columns = torch.cat([rounded, high[:, None], low[:, None]], dim=1)
-        return cls(train, centre, columns, largest, error)
+        return cls(train, center, columns, largest, error)
 
     @staticmethod
     def width(k: int) -> int:
@@ -213,14 +213,14 @@ class Sieve(NamedTuple):
     def pays(n: int, *, k: int) -> bool:
         return 4 * Sieve.width(k) < padded(n) // BLOCK and n <= TRAIN_CHUNK
 
-    def nearest(self, queries: Tensor, *, k: int, table: Tensor) -> tuple[Neighbours, Tensor]:
+    def nearest(self, queries: Tensor, *, k: int, table: Tensor) -> tuple[Neighbors, Tensor]:
         """The k nearest of each query, and (Q,) whether they certainly are."""
-        centred = queries - self.centre
-        rough = centred.bfloat16()
+        centered = queries - self.center
+        rough = centered.bfloat16()
         maxima = fill(table, F.pad(rough, (0, 2), value=1.0), self.rounded)
         values, columns = top_by_blocks(table, maxima, k=self.width(k))
         values = values.float()
-        bound = (rough.float() - centred).norm(dim=1) * self.largest + centred.norm(dim=1) * self.largest_error
+        bound = (rough.float() - centered).norm(dim=1) * self.largest + centered.norm(dim=1) * self.largest_error
         # The last term covers the second half of the offset and the rounding of sums in float32.
         bound = bound + 2.0**-9 * values.abs().amax(dim=1) * 1.01 + 2e-5
         lowest = values[:, k - 1] - 2 * bound
@@ -232,22 +232,22 @@ class Sieve(NamedTuple):
         exact = torch.full_like(values, -torch.inf)
         exact[row, place] = torch.linalg.vecdot(self.train[columns[row, place]], queries[row])
         best, order = exact.sort(dim=1, descending=True, stable=True)
-        return Neighbours(best[:, :k], columns.gather(1, order)[:, :k]), certain
+        return Neighbors(best[:, :k], columns.gather(1, order)[:, :k]), certain
 
 
 def vote(
-    neighbours: Neighbours, labels: np.ndarray | Tensor, *, k: int, num_classes: int, temperature: float = TEMPERATURE
+    neighbors: Neighbors, labels: np.ndarray | Tensor, *, k: int, num_classes: int, temperature: float = TEMPERATURE
 ) -> Tensor:
-    """Votes (Q, num_classes): each of the first k neighbours adds exp(similarity / temperature) to its class."""
+    """Votes (Q, num_classes): each of the first k neighbors adds exp(similarity / temperature) to its class."""
     if temperature <= 0:
         raise UserError(f"The temperature of the vote must be positive, not {temperature}.")
-    labels = as_tensor(labels).to(neighbours.indices.device)
-    exponents = neighbours.similarities[:, :k].double() / temperature
+    labels = as_tensor(labels).to(neighbors.indices.device)
+    exponents = neighbors.similarities[:, :k].double() / temperature
     if 1 / temperature > LARGEST_EXPONENT:
         exponents = exponents - exponents[:, :1]  # the nearest votes with 1, and the order of classes stays
     weights = exponents.exp()
     votes = weights.new_zeros(len(weights), num_classes)
-    return votes.scatter_add_(1, labels[neighbours.indices[:, :k]], weights)
+    return votes.scatter_add_(1, labels[neighbors.indices[:, :k]], weights)
 
 
 def knn_accuracy(
@@ -269,7 +269,7 @@ def knn_accuracy(
     correct: dict[int, int] = dict.fromkeys(ks, 0)
     for start in range(0, len(test_labels), QUERY_CHUNK):
         rows = slice(start, start + QUERY_CHUNK)
-        part = Neighbours(found.similarities[rows], found.indices[rows])
+        part = Neighbors(found.similarities[rows], found.indices[rows])
         for k in ks:
             # argmax returns the first of equal votes: the smaller class.
             winner = vote(part, train_labels, k=k, num_classes=num_classes, temperature=temperature).argmax(dim=1)
@@ -285,14 +285,14 @@ def knn_metric(subject: Subject) -> dict[Key, dict[str, Any]]:
     return _votes(subject, "knn", lambda train, test: (train, test))
 
 
-def standardised_knn_metric(subject: Subject) -> dict[Key, dict[str, Any]]:
-    """knn_standardised: every channel to mean 0 and deviation 1 over the train part, which a cosine is blind to."""
+def standardized_knn_metric(subject: Subject) -> dict[Key, dict[str, Any]]:
+    """knn_standardized: every channel to mean 0 and deviation 1 over the train part, which a cosine is blind to."""
 
-    def standardised(train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def standardized(train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         mean, deviation = train.mean(axis=0), train.std(axis=0).clip(min=1e-12)
         return (train - mean) / deviation, (test - mean) / deviation
 
-    return _votes(subject, "knn_standardised", standardised)
+    return _votes(subject, "knn_standardized", standardized)
 
 
 def whitened_knn_metric(subject: Subject) -> dict[Key, dict[str, Any]]:
@@ -313,7 +313,7 @@ def _votes(subject: Subject, name: str, rescale: Callable[[Any, Any], tuple[Any,
     split, rows = subject.split(), {}
     if len(np.unique(split.train_labels)) < 2 and subject.train is None:
         return {key: {name: None} for key in split.train}  # the held-out part left one class to vote
-    ks = subject.spec.neighbours or (min(USUAL_K, len(split.train_labels)),)
+    ks = subject.spec.neighbors or (min(USUAL_K, len(split.train_labels)),)
     for key, train in split.train.items():
         train, test = rescale(train, split.test[key])
         found = knn_accuracy(

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from anechoic.data import Subset
-from anechoic.eval.metrics.analysis import effective_rank, linear_cka, mean_cosine, silhouette
 from anechoic.eval.feature_cache import batches
 from anechoic.eval.features import Key, block_gains, block_ratios, block_statistics
+from anechoic.eval.metrics.analysis import effective_rank, linear_cka, mean_cosine, silhouette
 
 if TYPE_CHECKING:
     from anechoic.eval.evaluator import Subject
@@ -35,10 +35,10 @@ def rank_metric(subject: Subject) -> Rows:
     """entropy_ and rank_ of rows (as in the paper) and of columns."""
     found: Rows = {}
     for key, features in subject.sets.items():
-        part = features[: subject.spec.spectrum]
+        part = features[: subject.spec.rank_samples]
         row = found[key] = {}
-        for centre in ("columns", "rows"):
-            row[f"entropy_{centre}"], row[f"rank_{centre}"] = effective_rank(part, centre=centre)
+        for center in ("columns", "rows"):
+            row[f"entropy_{center}"], row[f"rank_{center}"] = effective_rank(part, center=center)
     return found
 
 
@@ -93,5 +93,5 @@ def statistics_metric(subject: Subject) -> dict[str, list[float]]:
 
 def some_images(subject: Subject) -> Tensor:
     """The first tested samples, prepared, on the device."""
-    first = Subset(subject.labelled.test, np.arange(min(STREAM_SAMPLES, len(subject.labelled.test))))
+    first = Subset(subject.eval_data.test, np.arange(min(STREAM_SAMPLES, len(subject.eval_data.test))))
     return torch.cat(list(batches(subject.encoder, first, device=str(subject.device))))

@@ -1,7 +1,7 @@
-"""Converged multinomial logistic regression on cached features, for many regularisers at once.
+"""Converged multinomial logistic regression on cached features, for many regularizers at once.
 
 One pass over the samples gives the loss and gradient of a head as two matrix products; each head has its own L-BFGS,
-and starts from the heads of stronger regularisers. It neither extracts features nor chooses a regulariser (probe.py).
+and starts from the heads of stronger regularizers. It neither extracts features nor chooses a regularizer (probe.py).
 Legend: n samples, D channels, C classes, R heads.
 """
 
@@ -29,7 +29,7 @@ TANGENT = 0.8
 
 @dataclass(frozen=True)
 class LogisticFit:
-    """weight (R, C, D), bias (R, C), loss (R,): mean cross-entropy plus regulariser; iterations (R,)."""
+    """weight (R, C, D), bias (R, C), loss (R,): mean cross-entropy plus regularizer; iterations (R,)."""
 
     weight: Tensor
     bias: Tensor
@@ -46,18 +46,18 @@ def fit_logistic(
     features: np.ndarray | Tensor,
     labels: np.ndarray | Tensor,
     *,
-    regularisers: Sequence[float],
+    regularizers: Sequence[float],
     num_classes: int | None = None,
     max_iterations: int = 1000,
     tolerance: float = TOLERANCE,
 ) -> LogisticFit:
-    """Minimises mean_i CE(W x_i + b, y_i) + r / 2 ||W||^2 over W and b, for each r > 0 (scikit-learn's C is 1 / (n r)).
+    """Minimizes mean_i CE(W x_i + b, y_i) + r / 2 ||W||^2 over W and b, for each r > 0 (scikit-learn's C is 1 / (n r)).
 
     Solved in the basis of the features' principal components, where the curvature is nearly diagonal: about
     p (1 - p) e_j + r for a component of variance e_j. That diagonal is where each L-BFGS direction starts from.
     """
-    if not regularisers or min(regularisers) <= 0:
-        raise UserError("Regularisers must be positive: without one, separable features have no converged solution.")
+    if not regularizers or min(regularizers) <= 0:
+        raise UserError("Regularizers must be positive: without one, separable features have no converged solution.")
     x, y = as_matrix(features), as_tensor(labels).long()
     if len(x) != len(y):
         raise UserError(f"There are {len(x)} feature vectors but {len(y)} labels; both must come from the same data.")
@@ -68,10 +68,10 @@ def fit_logistic(
     y = y.to(x.device)
     mean = x.mean(dim=0)
     variances, basis = torch.linalg.eigh((x - mean).T @ (x - mean) / len(x))
-    # The constant column, of variance 1, carries the bias; components are centred, so it is orthogonal to them.
+    # The constant column, of variance 1, carries the bias; components are centered, so it is orthogonal to them.
     z = torch.cat([(x - mean) @ basis, torch.ones_like(x[:, :1])], dim=1).float()
     variances = torch.cat([variances.clamp(min=0), variances.new_ones(1)]).float()
-    problem = Problem(z, y, num_classes or int(y.max()) + 1, variances, torch.tensor(regularisers, device=x.device))
+    problem = Problem(z, y, num_classes or int(y.max()) + 1, variances, torch.tensor(regularizers, device=x.device))
     p, loss, iterations = follow_path(problem, max_iterations=max_iterations, tolerance=tolerance)
     weight = torch.einsum("dj,rjc->rcd", basis, p[:, :-1].double())
     bias = p[:, -1].double() - weight @ mean
@@ -86,12 +86,12 @@ class Problem:
     labels: Tensor
     num_classes: int
     variances: Tensor
-    regularisers: Tensor
+    regularizers: Tensor
 
     def evaluate(self, p: Tensor, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Loss (R,) in float64, gradient like p (R, D + 1, C), and the mean of p (1 - p) of each class (R, C)."""
         R, D, C = p.shape
-        penalty = self.regularisers[heads][:, None, None].float() * p
+        penalty = self.regularizers[heads][:, None, None].float() * p
         penalty[:, -1] = 0
         loss = (penalty.double() * p).sum(dim=(1, 2)) / 2
         gradient, curvature = p.new_zeros(D, R * C), p.new_zeros(R, C)
@@ -117,22 +117,22 @@ class Problem:
 
     def preconditioner(self, curvature: Tensor, heads: Tensor) -> Tensor:
         """1 / (p (1 - p) e_j + r), like the parameters: the inverse of the curvature's diagonal."""
-        regularisers = self.regularisers[heads][:, None].float().repeat(1, len(self.variances))
-        regularisers[:, -1] = 0
+        regularizers = self.regularizers[heads][:, None].float().repeat(1, len(self.variances))
+        regularizers[:, -1] = 0
         # Where p has become 0 or 1 the loss is flat: without the floor the first step would be huge.
-        return 1 / (self.variances[:, None] * curvature[:, None].clamp(min=1e-6) + regularisers[:, :, None])
+        return 1 / (self.variances[:, None] * curvature[:, None].clamp(min=1e-6) + regularizers[:, :, None])
 
 
 def follow_path(problem: Problem, *, max_iterations: int, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The heads from the strongest regulariser to the weakest, each starting where the two before it point to.
+    """The heads from the strongest regularizer to the weakest, each starting where the two before it point to.
 
-    In the logarithm of the regulariser the solutions lie on a smooth curve, and a point ahead on its tangent is so near
-    the next solution that a third of the evaluations suffices. Every head is still minimised to the tolerance.
+    In the logarithm of the regularizer the solutions lie on a smooth curve, and a point ahead on its tangent is so near
+    the next solution that a third of the evaluations suffices. Every head is still minimized to the tolerance.
     """
-    R = len(problem.regularisers)
+    R = len(problem.regularizers)
     result = problem.z.new_zeros(R, problem.z.shape[1], problem.num_classes)
     losses, iterations = result.new_zeros(R, dtype=torch.float64), torch.zeros(R, dtype=torch.long)
-    logarithms = problem.regularisers.double().log().tolist()
+    logarithms = problem.regularizers.double().log().tolist()
     order = sorted(range(R), key=lambda head: -logarithms[head])
     for k, head in enumerate(order):
         start = result[order[k - 1] : order[k - 1] + 1] if k else result[:1]
@@ -141,17 +141,17 @@ def follow_path(problem: Problem, *, max_iterations: int, tolerance: float) -> t
             gap = logarithms[before] - logarithms[last]
             ahead = (logarithms[last] - logarithms[head]) / gap if gap > 0 else 0.0
             start = start + TANGENT * min(ahead, 1.0) * (result[last] - result[before])
-        one = replace(problem, regularisers=problem.regularisers[head : head + 1])
-        found = minimise(one, start, max_iterations=max_iterations, tolerance=tolerance)
+        one = replace(problem, regularizers=problem.regularizers[head : head + 1])
+        found = minimize(one, start, max_iterations=max_iterations, tolerance=tolerance)
         result[head], losses[head], iterations[head] = (value[0] for value in found)
     return result, losses, iterations
 
 
-def minimise(
+def minimize(
     problem: Problem, start: Tensor, *, max_iterations: int, tolerance: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """L-BFGS of every head side by side; a head leaves when its next step promises less than the tolerance."""
-    R = len(problem.regularisers)
+    R = len(problem.regularizers)
     heads = torch.arange(R, device=problem.z.device)
     p = start
     result, losses, iterations = p.clone(), p.new_zeros(R, dtype=torch.float64), heads.new_zeros(R)

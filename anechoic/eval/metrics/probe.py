@@ -21,7 +21,7 @@ from anechoic.errors import NotFiniteError, UserError
 from anechoic.eval.metrics.analysis import as_tensor
 from anechoic.eval.metrics.logistic import fit_logistic
 
-REGULARISERS = tuple(float(r) for r in np.logspace(-6, 0, 10))
+REGULARizERS = tuple(float(r) for r in np.logspace(-6, 0, 10))
 
 
 class Setting(NamedTuple):
@@ -36,13 +36,13 @@ class Heads(nn.Module):
 
     def __init__(self, num_sets: int, dim: int, num_classes: int, settings: Sequence[Setting], *, norm: bool) -> None:
         super().__init__()
-        # A parameter per setting, so that the optimiser can treat them differently; a slice per feature set.
+        # A parameter per setting, so that the optimizer can treat them differently; a slice per feature set.
         self.weights = nn.ParameterList(torch.empty(num_sets, dim, num_classes) for _ in settings)
         self.biases = nn.ParameterList(torch.empty(num_sets, num_classes) for _ in settings)
         self.norm = nn.BatchNorm1d(num_sets * dim, affine=False, eps=1e-6) if norm else None
 
     @torch.no_grad()
-    def initialise(self, generator: torch.Generator, *, std: float | None) -> None:
+    def initialize(self, generator: torch.Generator, *, std: float | None) -> None:
         """As a linear layer is born, uniform in ±1 / sqrt(D); or truncated normal weights and zero biases."""
         bound = 1 / math.sqrt(self.weights[0].shape[1])
         for weight, bias in zip(self.weights, self.biases, strict=True):
@@ -75,7 +75,7 @@ class Heads(nn.Module):
         return (self(x).argmax(dim=-1) == labels[None, :, None]).sum(dim=1)
 
 
-# ---- schedules and optimiser
+# ---- schedules and optimizer
 
 
 def in100_lr(epoch: int, *, epochs: int = 200, peak: float = 1e-2) -> float:
@@ -157,19 +157,19 @@ def in100_probe(
     num_classes = int(max(y.max(), y_test.max())) + 1
     generator = torch.Generator().manual_seed(seed)
     heads = Heads(len(x), x.shape[2], num_classes, settings, norm=False)
-    heads.initialise(generator, std=None)
+    heads.initialize(generator, std=None)
     heads.to(device)
-    optimiser = torch.optim.AdamW(param_groups(heads, settings), betas=(0.9, 0.999))
+    optimizer = torch.optim.AdamW(param_groups(heads, settings), betas=(0.9, 0.999))
     batch_size = min(batch_size, len(y))
     curve = {}
     for epoch in range(epochs):
-        for group, (peak, _) in zip(optimiser.param_groups, settings, strict=True):
+        for group, (peak, _) in zip(optimizer.param_groups, settings, strict=True):
             group["lr"] = in100_lr(epoch, epochs=epochs, peak=peak)
         order = torch.randperm(len(y), generator=generator).to(device)
         for rows in order[: len(y) // batch_size * batch_size].split(batch_size):
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             heads.loss(x[:, rows], y[rows]).backward()
-            optimiser.step()
+            optimizer.step()
         if epoch % 50 == 0 or epoch == epochs - 1:
             curve[epoch] = accuracies(heads, [(x_test, y_test)], list(train))
     return ProbeResult(curve[epochs - 1], maxima(curve), curve)
@@ -196,30 +196,30 @@ def mae_probe(
     settings = [Setting(base * batch_size / 256, 0.0) for base in base_lrs]
     x_test, y_test = stack(test, device), as_tensor(test_labels).long().to(device)
     heads = Heads(len(x_test), x_test.shape[2], num_classes, settings, norm=True)
-    heads.initialise(torch.Generator().manual_seed(seed), std=0.01)
+    heads.initialize(torch.Generator().manual_seed(seed), std=0.01)
     heads.to(device)
-    optimiser = LARS(param_groups(heads, settings), lr=0.0)
+    optimizer = LARS(param_groups(heads, settings), lr=0.0)
     curve = {}
     for epoch in range(epochs):
         heads.train()
         for i, (features, labels) in enumerate(train(epoch)):
-            for group, (peak, _) in zip(optimiser.param_groups, settings, strict=True):
+            for group, (peak, _) in zip(optimizer.param_groups, settings, strict=True):
                 group["lr"] = mae_lr(
                     epoch + i / batches_per_epoch, epochs=epochs, warmup=min(warmup, epochs - 1), peak=peak
                 )
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             heads.loss(torch.stack([features[key] for key in test]).to(device), labels.to(device)).backward()
-            optimiser.step()
+            optimizer.step()
         heads.eval()
         curve[epoch] = accuracies(heads, [(x_test, y_test)], list(test))
     return ProbeResult(curve[epochs - 1], maxima(curve), curve)
 
 
 class LogisticResult(NamedTuple):
-    """accuracy on test; the regulariser chosen, and the held-out accuracy of each one tried."""
+    """accuracy on test; the regularizer chosen, and the held-out accuracy of each one tried."""
 
     accuracy: float
-    regulariser: float
+    regularizer: float
     held_out: dict[float, float]
 
 
@@ -229,37 +229,37 @@ def logistic_probe(
     test: np.ndarray | Tensor,
     test_labels: np.ndarray,
     *,
-    regularisers: Sequence[float] = REGULARISERS,
+    regularizers: Sequence[float] = REGULARizERS,
     holdout: float = 0.1,
     seed: int = 0,
 ) -> LogisticResult:
-    """Logistic regression on standardised features (n, D), to convergence.
+    """Logistic regression on standardized features (n, D), to convergence.
 
-    The regulariser is the one that is best on a held-out part of train (the strongest among equals); the head that is
+    The regularizer is the one that is best on a held-out part of train (the strongest among equals); the head that is
     tested is then fitted to all of train.
     """
-    x, x_test = standardise(as_tensor(train), as_tensor(test))
+    x, x_test = standardize(as_tensor(train), as_tensor(test))
     y = check_labels(train_labels, test_labels, len(x), x.device)
     y_test = as_tensor(test_labels).long().to(x.device)
     num_classes = int(max(y.max(), y_test.max())) + 1
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed)).to(x.device)
     num_held = max(1, round(holdout * len(y)))
     held, kept = order[:num_held], order[num_held:]
-    strongest_first = sorted(regularisers, reverse=True)
+    strongest_first = sorted(regularizers, reverse=True)
     if len(y[kept].unique()) < 2:
         raise UserError(
-            f"{len(y)} train samples are too few: those held out to choose the regulariser leave one class to fit. "
+            f"{len(y)} train samples are too few: those held out to choose the regularizer leave one class to fit. "
             "Give more samples of each class."
         )
-    tried = fit_logistic(x[kept], y[kept], regularisers=strongest_first, num_classes=num_classes)
+    tried = fit_logistic(x[kept], y[kept], regularizers=strongest_first, num_classes=num_classes)
     held_out = (tried.predict(x[held]) == y[held]).double().mean(dim=1)
     chosen = strongest_first[int(held_out.argmax())]
-    final = fit_logistic(x, y, regularisers=[chosen], num_classes=num_classes)
+    final = fit_logistic(x, y, regularizers=[chosen], num_classes=num_classes)
     accuracy = (final.predict(x_test)[0] == y_test).double().mean().item()
     return LogisticResult(accuracy, chosen, dict(zip(strongest_first, held_out.tolist(), strict=True)))
 
 
-def standardise(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
+def standardize(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
     """Both with train's mean and deviation per channel removed; a channel that does not vary becomes 0 in train."""
     mean, std = train.double().mean(0), train.double().std(0, correction=0)
     # A deviation at the level of rounding is no deviation.

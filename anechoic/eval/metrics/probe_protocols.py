@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from anechoic.data import Augment, Loader
-from anechoic.eval.metrics.analysis import as_tensor
-from anechoic.eval.features import Key, extract_batches
 from anechoic.eval.eval_data import Split
+from anechoic.eval.features import Key, extract_batches
+from anechoic.eval.metrics.analysis import as_tensor
 from anechoic.eval.metrics.probe import in100_probe, logistic_probe, mae_probe
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ def logistic_rows(split: Split, subject: Subject) -> Rows:
     for key, vectors in split.train.items():
         train, test = (as_tensor(x).to(subject.measuring) for x in (vectors, split.test[key]))
         found = logistic_probe(train, split.train_labels, test, split.test_labels, seed=subject.spec.seed)
-        held_out = {f"{regulariser:.3g}": accuracy for regulariser, accuracy in found.held_out.items()}
-        rows[key] = {"probe": found.accuracy, "regulariser": found.regulariser, "held_out": held_out}
+        held_out = {f"{regularizer:.3g}": accuracy for regularizer, accuracy in found.held_out.items()}
+        rows[key] = {"probe": found.accuracy, "regularizer": found.regularizer, "held_out": held_out}
     return rows
 
 
@@ -85,15 +85,15 @@ def by_width(sets: Mapping[Key, Any]) -> list[list[Key]]:
 def mae_rows(subject: Subject) -> Rows:
     """Random resized crops of 8 to 100 % of the area, drawn once, and flips; the encoder runs on every batch."""
     encoder, spec, where = subject.encoder, subject.spec, subject.device
-    source, split = subject.labelled.train, subject.split()
+    source, split = subject.eval_data.train, subject.split()
     assert source is not None, "the mae protocol augments its train images, so it needs them"
-    assert subject.labelled.train_labels is not None
+    assert subject.eval_data.train_labels is not None
     encoder.model.to(where)
     epochs = spec.epochs or 90
     batch_size = min(spec.batch_size or 16384, len(source))
     batches_per_epoch = len(source) // batch_size
     augment = Augment(kind="crop", scale=(0.08, 1.0), tries=1, flip=True)
-    labels = torch.from_numpy(subject.labelled.train_labels)
+    labels = torch.from_numpy(subject.eval_data.train_labels)
     rows: Rows = {}
     for keys in by_width(split.test):
         stream = iter(

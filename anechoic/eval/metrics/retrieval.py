@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from anechoic.errors import UserError
-from anechoic.eval.metrics.analysis import as_tensor
-from anechoic.eval.features import Key
-from anechoic.eval.metrics.knn import Neighbours, unit_rows, vote
 from anechoic.eval.feature_scaling import Scaling, rescaled
+from anechoic.eval.features import Key
+from anechoic.eval.metrics.analysis import as_tensor
+from anechoic.eval.metrics.knn import Neighbors, unit_rows, vote
 
 if TYPE_CHECKING:
     from anechoic.eval.evaluator import Subject
 
-NEIGHBOURS = 20
+NEIGHBORS = 20
 CHUNK = 2048  # drawings whose similarities are held at once
 
 
@@ -83,7 +83,7 @@ def group_accuracy(
     things: np.ndarray,
     styles: np.ndarray,
     *,
-    k: int = NEIGHBOURS,
+    k: int = NEIGHBORS,
 ) -> float:
     """The share of drawings whose group wins the vote of the k nearest drawings of other things by other hands.
 
@@ -95,11 +95,11 @@ def group_accuracy(
     for name in np.unique(styles):
         query, bank = np.flatnonzero(styles == name), np.flatnonzero(styles != name)
         if len(bank) <= k:
-            raise UserError(f"There are {len(bank)} drawings by other hands, too few for {k} neighbours: lower k.")
+            raise UserError(f"There are {len(bank)} drawings by other hands, too few for {k} neighbors: lower k.")
         similarities = x[query] @ x[bank].T
         same = torch.from_numpy(things[query][:, None] == things[bank][None]).to(similarities.device)
         found = similarities.masked_fill_(same, -torch.inf).topk(k, dim=1)
-        won = vote(Neighbours(found.values, found.indices), groups[bank], k=k, num_classes=classes).argmax(dim=1)
+        won = vote(Neighbors(found.values, found.indices), groups[bank], k=k, num_classes=classes).argmax(dim=1)
         shares.append(float((won.numpy(force=True) == groups[query]).mean()))
     return float(np.mean(shares))
 
@@ -119,9 +119,9 @@ def retrieval_metric(subject: Subject) -> dict[Key, dict[str, Any]]:
     return _retrieval(subject, "raw")
 
 
-def standardised_retrieval_metric(subject: Subject) -> dict[Key, dict[str, Any]]:
-    """retrieval_standardised: every channel to mean 0 and deviation 1 first."""
-    return _retrieval(subject, "standardised")
+def standardized_retrieval_metric(subject: Subject) -> dict[Key, dict[str, Any]]:
+    """retrieval_standardized: every channel to mean 0 and deviation 1 first."""
+    return _retrieval(subject, "standardized")
 
 
 def whitened_retrieval_metric(subject: Subject) -> dict[Key, dict[str, Any]]:
@@ -141,7 +141,7 @@ def _retrieval(subject: Subject, scaling: Scaling) -> dict[Key, dict[str, Any]]:
 def group_metric(subject: Subject) -> dict[Key, dict[str, Any]]:
     """group_vote: the kind of thing, voted by other things of other hands."""
     groups, things, styles = (facet(subject, name) for name in ("group", "thing", "style"))
-    k = (subject.spec.neighbours or (NEIGHBOURS,))[0]
+    k = (subject.spec.neighbors or (NEIGHBORS,))[0]
     return {
         key: {"group_vote": group_accuracy(as_tensor(features).to(subject.measuring), groups, things, styles, k=k)}
         for key, features in subject.sets.items()
@@ -150,7 +150,7 @@ def group_metric(subject: Subject) -> dict[Key, dict[str, Any]]:
 
 def facet(subject: Subject, name: str) -> np.ndarray:
     """The tested drawings' numbers under this name."""
-    facets = subject.labelled.test.facets
+    facets = subject.eval_data.test.facets
     if name not in facets:
         raise UserError(f"Retrieval across hands needs data that knows the {name} of each image, as emoji does.")
     assert subject.test is not None, "a metric of features"

@@ -2,8 +2,8 @@
 "use strict";
 (() => {
   const read = (element) => JSON.parse(element.textContent);
-  const colours = 7;
-  const colour = (i) => getComputedStyle(document.documentElement).getPropertyValue(`--c${i % colours}`).trim();
+  const colors = 7;
+  const color = (i) => getComputedStyle(document.documentElement).getPropertyValue(`--c${i % colors}`).trim();
 
   // ---- tables: a header is a button that sorts by its column
   const value = (row, column) => {
@@ -43,7 +43,7 @@
     });
   }
 
-  // ---- a map: points with thumbnails, a filter, a pick with its neighbours; mouse, touch and keys alike
+  // ---- a map: points with thumbnails, a filter, a pick with its neighbors; mouse, touch and keys alike
   class PointMap {
     constructor(figure) {
       this.figure = figure;
@@ -53,7 +53,7 @@
       this.chosen = "";
       this.at = -1;
       this.zoom = 1;
-      this.centre = [0.5, 0.5];
+      this.center = [0.5, 0.5];
       this.pictures = false;
       this.sheet = new Image();
       this.sheet.src = this.data.sheet.src;
@@ -83,8 +83,8 @@
       canvas.addEventListener("pointerdown", (event) => { held = [event.offsetX, event.offsetY]; });
       canvas.addEventListener("pointermove", (event) => {
         if (held && event.buttons && this.zoom > 1) {
-          this.centre[0] -= (event.offsetX - held[0]) / (this.width * this.zoom);
-          this.centre[1] += (event.offsetY - held[1]) / (this.height * this.zoom);
+          this.center[0] -= (event.offsetX - held[0]) / (this.width * this.zoom);
+          this.center[1] += (event.offsetY - held[1]) / (this.height * this.zoom);
           held = [event.offsetX, event.offsetY];
           this.hide();
           this.draw();
@@ -113,8 +113,8 @@
 
     scale(factor) {
       this.zoom = Math.min(40, Math.max(1, this.zoom * factor));
-      if (this.at >= 0) this.centre = [this.data.x[this.at], this.data.y[this.at]];
-      if (this.zoom === 1) this.centre = [0.5, 0.5];
+      if (this.at >= 0) this.center = [this.data.x[this.at], this.data.y[this.at]];
+      if (this.zoom === 1) this.center = [0.5, 0.5];
       this.hide();
       this.draw();
     }
@@ -134,8 +134,8 @@
 
     place(i) {
       const margin = 14;
-      const x = (this.data.x[i] - this.centre[0]) * this.zoom + 0.5;
-      const y = 0.5 - (this.data.y[i] - this.centre[1]) * this.zoom;
+      const x = (this.data.x[i] - this.center[0]) * this.zoom + 0.5;
+      const y = 0.5 - (this.data.y[i] - this.center[1]) * this.zoom;
       return [margin + x * (this.width - 2 * margin), margin + y * (this.height - 2 * margin)];
     }
 
@@ -174,8 +174,8 @@
       const faded = getComputedStyle(document.documentElement).getPropertyValue("--line").trim();
       const all = this.data.x.map((_, i) => i);
       for (const i of all) if (!this.shown(i)) this.mark(pen, i, faded);
-      const tones = Array.from({ length: colours }, (_, i) => colour(i));
-      for (const i of all) if (this.shown(i)) this.pictures ? this.stamp(pen, i) : this.mark(pen, i, tones[this.data.group[i] % colours]);
+      const tones = Array.from({ length: colors }, (_, i) => color(i));
+      for (const i of all) if (this.shown(i)) this.pictures ? this.stamp(pen, i) : this.mark(pen, i, tones[this.data.group[i] % colors]);
       if (this.at >= 0) {
         const [x, y] = this.place(this.at);
         pen.lineWidth = 2.5;
@@ -186,9 +186,9 @@
       }
     }
 
-    // Groups differ in shape as well as in colour.
+    // Groups differ in shape as well as in color.
     mark(pen, i, tone) {
-      const [x, y] = this.place(i), r = 4, kind = Math.floor(this.data.group[i] / colours) % 4;
+      const [x, y] = this.place(i), r = 4, kind = Math.floor(this.data.group[i] / colors) % 4;
       pen.fillStyle = tone;
       pen.beginPath();
       if (kind === 0) pen.arc(x, y, r, 0, 7);
@@ -244,7 +244,7 @@
     hide() { this.show(-1); }
 
     pick(i) {
-      const near = this.data.neighbours?.[i];
+      const near = this.data.neighbors?.[i];
       const panel = this.figure.querySelector(".picked");
       if (!near || !panel) return;
       const title = document.createElement("p");

@@ -122,7 +122,7 @@
     seed = 0;
     show($("masking"), true);
     $("told").textContent = "Looking …";
-    $("neighbours").replaceChildren();
+    $("neighbors").replaceChildren();
     $("searched").textContent = "";
     try {
       const map = await ask("patches", form());
@@ -137,7 +137,7 @@
       if (file !== chosen) return;
       const found = await ask("search?k=12", form());
       $("searched").textContent = `Among ${found.searched.toLocaleString("en")} images.`;
-      $("neighbours").replaceChildren(...found.neighbours.map((near) => {
+      $("neighbors").replaceChildren(...found.neighbors.map((near) => {
         const item = document.createElement("li"), image = new Image(), name = document.createElement("b"), how = document.createElement("span");
         image.src = near.picture;
         image.alt = image.title = near.name;

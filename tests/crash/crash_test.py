@@ -1,0 +1,287 @@
+"""The crash test: faults from a printed seed injected into real trainings, which must end as if nothing had happened.
+
+`make crash-test` runs it. After every fault the same command is given again; at the end weights, optimizer, averages and metrics (times aside) must equal those of an undisturbed run, byte for byte.
+Where equality cannot be, the command must refuse in one sentence; then what was damaged is put back. A training that
+breaks is reported, and the next one begins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet
+import sklearn.datasets  # noqa: F401
+from faults import BATCH, BETWEEN, WHILE_IT_RUNS, WITH_A_DISK_OF_ITS_OWN, OrphanError, Training, Undo
+from PIL import Image
+
+from anechoic.runtime import checkpoint
+from anechoic.runtime.run import CLOCK_FIELDS, read_metrics
+from anechoic.storage.files import read_json
+
+STEPS = 90
+TINY = ["--model.options", "dim=16", "depth=2", "num_heads=2"]
+MAE = ["pocket_mae_digits", *TINY, "decoder_dim=16", "decoder_depth=1"]
+UVIT = ["pocket_uvit_digits_cond", *TINY]
+SETTINGS = [
+    *("--seed", "3", "--threads", "1", "--monitor.knn", "0", "--optim.ema", "0.99", "--optim.batch-size", str(BATCH)),
+    *("--optim.epochs", "None", "--optim.samples", str(STEPS * BATCH)),
+    # Reports, looks at held-out samples and checkpoints at points that do not coincide.
+    *("--monitor.report", str(7 * BATCH), "--monitor.every", str(25 * BATCH), "--save.every", str(6 * BATCH)),
+]
+FILES = ["--data.channels", "1", "--data.image-size", "8", "--data.holdout", "6"]
+IMAGES = 64
+
+
+# ---- what is trained
+
+
+def make_data(root: Path) -> dict[str, str]:
+    """The same images as a folder, a parquet file and shards."""
+    rng = np.random.default_rng(0)
+    encoded = []
+    for _ in range(IMAGES):
+        buffer = io.BytesIO()
+        Image.fromarray(rng.integers(0, 256, (12, 12), dtype=np.uint8)).save(buffer, "PNG")
+        encoded.append(buffer.getvalue())
+    folder = root / "images"
+    folder.mkdir(parents=True)
+    for number, data in enumerate(encoded):
+        (folder / f"{number:02d}.png").write_bytes(data)
+    pyarrow.parquet.write_table(pyarrow.table({"image": encoded}), root / "images.parquet")
+    for shard in range(2):
+        with tarfile.open(root / f"shard-{shard}.tar", "w") as archive:
+            for number in range(shard * IMAGES // 2, (shard + 1) * IMAGES // 2):
+                info = tarfile.TarInfo(f"{number:02d}.png")
+                info.size = len(encoded[number])
+                archive.addfile(info, io.BytesIO(encoded[number]))
+    return {"folder": str(folder), "parquet": str(root / "images.parquet"), "shards": str(root / "shard-{0..1}.tar")}
+
+
+def scenarios(sources: dict[str, str]) -> dict[str, list[str]]:
+    parts = ["--optim.accumulate", "2"]
+    return {
+        "mae": [*MAE, *SETTINGS],
+        "mae, folder, workers": [*MAE, *SETTINGS, *FILES, "--data.source", sources["folder"], "--data.workers", "2"],
+        "u-vit, parts": [*UVIT, *SETTINGS, *parts],
+        "mae, parquet": [*MAE, *SETTINGS, *FILES, "--data.source", sources["parquet"], *parts],
+        "mae, shards, worker": [*MAE, *SETTINGS, *FILES, "--data.source", sources["shards"], "--data.workers", "1"],
+        "mae, 2 processes": [*MAE, *SETTINGS, *parts, "--devices", "2"],
+        "u-vit, 2 processes": [*UVIT, *SETTINGS, "--devices", "2"],
+        "mae, 2 processes, shared out": [*MAE, *SETTINGS, "--devices", "2", "--fsdp"],
+    }
+
+
+# ---- one training
+
+
+def is_refusal(code: int, words: str) -> bool:
+    told = [line for line in words.splitlines() if line.startswith("anechoic: ")]
+    return code == 2 and len(told) == 1 and "Traceback" not in words
+
+
+def disturb(training: Training, name: str) -> str:
+    """Inject one fault and give the command; says how that ended."""
+    undo: Undo = None
+    jump = training.rng.choice([-86_400.0, 86_400.0]) if name == "clock jump" else 0.0
+    if name in BETWEEN:
+        undo = BETWEEN[name](training)
+    fresh = name == "SIGKILL to the command" and training.rng.random() < 0.2
+    pid = training.started_anew() if fresh else training.start(clock_jump=jump)
+    running = {**WHILE_IT_RUNS, **WITH_A_DISK_OF_ITS_OWN}.get(name)
+    hit = training.wait_for_moment(pid)
+    if running is not None and hit:
+        running(training, pid)
+    elif running is None and hit:
+        os.kill(pid, signal.SIGTERM)  # so that there is a training left to disturb
+    code, words = training.finish(pid), training.log.read_text()
+    refused = undo is not None and code == 2
+    if undo is not None and (refused or name == "image changed or lost"):
+        undo()  # a run mends its own files, never somebody's images
+    if refused:
+        assert is_refusal(code, words), words
+        return "refused"
+    expected = (0, 128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
+    told = is_refusal(code, words) and ("was ended by" in words or "was ended from outside" in words)
+    full = is_refusal(code, words) and name in WITH_A_DISK_OF_ITS_OWN
+    assert code in expected or told or full, f"{name}: exit code {code}\n{words}"
+    assert "Traceback" not in words, f"{name}\n{words}"
+    return "went on" if code == 0 else "stopped"
+
+
+def content(run: Path) -> dict[str, object]:
+    """What must be equal: every byte of the last checkpoint and of the weights, every record without its times."""
+    last = checkpoint.checkpoints(run / "checkpoints")[-1]
+    found: dict[str, object] = {"checkpoint": last.name, "metrics": records(run)}
+    files = [run / "model" / "model.safetensors", run / "model" / "config.json", last / "config.json"]
+    if checkpoint.in_parts(last):  # the order of a part's header is left to chance, its numbers are not
+        for part in ("model", "optimizer", "ema"):
+            for name, tensor in checkpoint.read_tensors(last, part).items():
+                found[f"{part}/{name}"] = tensor.numpy().tobytes()
+        found["state"] = {name: value for name, value in read_json(last / "state.json").items() if "check" not in name}
+    else:
+        files += sorted(last.iterdir())
+    return found | {f"{file.parent.name}/{file.name}": file.read_bytes() for file in files}
+
+
+def records(run: Path) -> list[dict[str, object]]:
+    return [{k: v for k, v in record.items() if k not in CLOCK_FIELDS} for record in read_metrics(run)]
+
+
+def samples_amiss(found: dict[str, object], expected: dict[str, object]) -> int:
+    """Samples trained on too often or not at all: those between two lines of metrics that one run has more often."""
+
+    def spans(content: dict[str, object]) -> Counter[tuple[int, int]]:
+        ends = [record["seen"] for record in content["metrics"] if record["kind"] == "train"]  # type: ignore[attr-defined]
+        return Counter(zip([0, *ends], ends))  # noqa: B905
+
+    ours, theirs = spans(found), spans(expected)
+    return sum(abs(ours[span] - theirs[span]) * abs(span[1] - span[0]) for span in ours | theirs)
+
+
+def leftovers(run: Path) -> list[str]:
+    found = [str(path) for path in run.rglob(".*") if path.name.startswith((".new-", ".old-", ".was-", ".owner"))]
+    cache = Path(os.environ["ANECHOIC_CACHE"])
+    return found + [str(path) for path in cache.rglob("*.unfinished")] if cache.is_dir() else found
+
+
+# ---- all of them
+
+
+@dataclass
+class Tally:
+    """What happened so far."""
+
+    faults: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    equal: int = 0
+    orphans: int = 0
+    leftovers: int = 0
+    samples: int = 0
+    broken: list[str] = field(default_factory=list)
+
+    def compare(self, training: Training, expected: dict[str, object], faults: list[str]) -> None:
+        found = content(training.run)
+        left = leftovers(training.run)
+        self.samples += samples_amiss(found, expected)
+        self.leftovers += len(left)
+        different = [key for key in expected.keys() | found.keys() if found.get(key) != expected.get(key)]
+        assert not different, f"{sorted(different)[:5]} differ\n{training.log.read_text()}"
+        assert not left, left
+        self.equal += 1
+
+    def lines(self) -> list[str]:
+        kinds = [f"{count:4d}  {name}" for name, count in sorted(self.faults.items())]
+        ends = ", ".join(f"{self.outcomes[name]} {name}" for name in ("stopped", "went on", "refused"))
+        return [
+            *kinds,
+            f"{self.faults.total()} faults: {ends}",
+            f"{self.equal + len(self.broken)} trainings: {self.equal} as if undisturbed, {len(self.broken)} not",
+            f"{self.orphans} orphans, {self.leftovers} leftovers, {self.samples} samples lost or repeated",
+        ]
+
+
+def crash_test(
+    *, faults: int, trainings: int, seed: int, only: str = "", work: Path, own_disks: bool, tally: Tally
+) -> None:
+    """Spread the faults over the trainings, whose plans take turns."""
+    rng = random.Random(seed)
+    os.environ["ANECHOIC_CACHE"] = str(work / "cache")
+    sources = make_data(work / "data")
+    plans = {name: command for name, command in scenarios(sources).items() if only in name}
+    straight: dict[str, dict[str, object]] = {}
+    names = [*WHILE_IT_RUNS, *BETWEEN, "clock jump", *(WITH_A_DISK_OF_ITS_OWN if own_disks else {})]
+    queue = [names[k % len(names)] for k in range(faults)]
+    rng.shuffle(queue)
+    for number in range(trainings):
+        plan = list(plans)[number % len(plans)]
+        disk = work / f"training-{number}"
+        disk.mkdir()
+        if own_disks:
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "none", disk], check=True)
+        training = Training(plans[plan], disk / "run", sources, rng, work / f"training-{number}.log")
+        if plan not in straight:
+            undisturbed = Training(plans[plan], work / f"straight-{len(straight)}", sources, rng, training.log)
+            assert undisturbed.finish(undisturbed.start()) == 0, training.log.read_text()
+            straight[plan] = content(undisturbed.run)
+        share = queue[number * faults // trainings : (number + 1) * faults // trainings]
+        share = [
+            "checkpoint file damaged" if name == "image changed or lost" and "folder" not in plan else name
+            for name in share
+        ]
+        started = time.monotonic()
+        said = "equal" if carry_through(training, share, straight[plan], tally) else "BROKEN"
+        print(
+            f"training {number + 1} of {trainings}, {plan}: {len(share)} faults, {said}, "
+            f"{time.monotonic() - started:.0f} s",
+            flush=True,
+        )
+        if own_disks:
+            subprocess.run(["umount", "-l", disk], check=True)
+
+
+def carry_through(training: Training, share: list[str], expected: dict[str, object], tally: Tally) -> bool:
+    """One training with its share of the faults, to its end; False, and told, if that was not as it must be."""
+    happened: list[str] = []
+    try:
+        for name in share:
+            happened.append(name)
+            tally.faults[name] += 1
+            tally.outcomes[disturb(training, name)] += 1
+            if (training.run / "results.json").exists() and len(happened) < len(share):
+                tally.compare(training, expected, happened)  # faster than the fault; the next one meets a new run
+                shutil.rmtree(training.run)
+        assert training.finish(training.start()) == 0, training.log.read_text()
+        tally.compare(training, expected, happened)
+    except AssertionError as problem:
+        tally.orphans += isinstance(problem, OrphanError)
+        told = f"after {happened}, {training.notes}: {type(problem).__name__} {problem}"
+        tally.broken.append(told)
+        print(told, flush=True)
+        return False
+    return True
+
+
+def may_mount() -> bool:
+    """Whether this process is in a mount namespace of its own, where it may fill disks."""
+    return os.environ.get("ANECHOIC_OWN_DISKS") == "1"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--trainings", type=int, default=35)
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    parser.add_argument("--only", default="", help="trainings whose description contains this")
+    options = parser.parse_args()
+    namespace = ["unshare", "--map-root-user", "--mount"]
+    allowed = subprocess.run([*namespace, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, check=False)
+    if not may_mount() and allowed.returncode == 0:
+        os.environ["ANECHOIC_OWN_DISKS"] = "1"
+        os.execvp("unshare", [*namespace, sys.executable, *sys.argv, "--seed", str(options.seed)])
+    print(f"seed {options.seed}, {options.faults} faults over {options.trainings} trainings", flush=True)
+    started, tally = time.monotonic(), Tally()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work:
+        crash_test(**vars(options), work=Path(work), own_disks=may_mount(), tally=tally)
+    print("\n".join(tally.lines()))
+    if tally.broken:
+        return 1
+    print(f"seed {options.seed}: all equal or refused in a sentence; {time.monotonic() - started:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

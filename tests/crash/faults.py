@@ -1,0 +1,305 @@
+"""The faults of the crash test: what is done to a training while it runs, and to its files between two commands.
+
+Which, when and how often is decided by crash_test.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from processes import alive, descendants
+
+import anechoic.cli.main
+import anechoic.cli.training
+import anechoic.training.loop  # all once, here: a training is a fork of this process and starts at once
+from anechoic.runtime import checkpoint
+
+PATIENCE = 300.0  # seconds; the machine may be busy
+BATCH = 16
+
+
+class OrphanError(AssertionError):
+    """A process outlived the command that started it."""
+
+
+# ---- processes
+
+
+@dataclass
+class Training:
+    """A run directory, the command that fills it, and everything that happened to it."""
+
+    command: list[str]
+    run: Path
+    sources: dict[str, str]
+    rng: random.Random
+    log: Path
+    notes: list[str] = field(default_factory=list)
+
+    def start(self, *, clock_jump: float = 0.0) -> int:
+        """A process of its own session that gives the command; its id."""
+        self.log.write_bytes(b"")  # it may be killed before it opens it
+        pid = os.fork()
+        if pid:
+            return pid
+        code = 1
+        try:
+            code = self._become_training(clock_jump)
+        except KeyboardInterrupt:
+            code = 128 + signal.SIGINT
+        except BaseException:
+            traceback.print_exc()
+        finally:  # whatever happens, this copy of the driver goes no further
+            os._exit(code)
+
+    def _become_training(self, clock_jump: float) -> int:
+        os.setsid()
+        output = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        if clock_jump:
+            real, born = time.time, time.time()
+            time.time = lambda: real() + (clock_jump if real() - born > 0.5 else 0.0)  # type: ignore[assignment]
+        # Ranks that are started from here need not import the driver: a command's main module is small.
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        sys.argv = ["anechoic", "train", *self.command, "--out", str(self.run)]
+        try:
+            return anechoic.cli.main.main()
+        except SystemExit as leaving:
+            return leaving.code if isinstance(leaving.code, int) else 1
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+
+    def started_anew(self) -> int:
+        """The command in a fresh interpreter, as a person gives it."""
+        line = [sys.executable, "-m", "anechoic.cli.main", "train", *self.command, "--out", str(self.run)]
+        with open(self.log, "wb") as log:
+            return subprocess.Popen(line, stdout=log, stderr=log, start_new_session=True).pid
+
+    def finish(self, pid: int) -> int:
+        """Its exit code; nobody whom it started outlives it for long."""
+        family = descendants(pid)
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                break
+            family |= descendants(pid)
+            if time.monotonic() > deadline:
+                os.killpg(pid, signal.SIGKILL)
+                raise AssertionError(f"the training hangs\n{self.log.read_text()}")
+            time.sleep(0.05)
+        deadline = time.monotonic() + 20
+        while any(map(alive, family)):
+            if time.monotonic() > deadline:
+                raise OrphanError(f"{[pid for pid in family if alive(pid)]} outlived the command")
+            time.sleep(0.02)
+        return os.waitstatus_to_exitcode(status)
+
+    def wait_for_moment(self, pid: int) -> bool:
+        """Wait for a random moment: while it starts, while it saves, or after some updates. False: it is over."""
+        kind = self.rng.choice(["start", "saving", "progress", "progress"])
+        goal = self.seen() + self.rng.randrange(1, 18) * BATCH
+        longest = 6.0 if "--devices" in self.command else 0.5  # to start: ranks are no forks and import torch
+        until = time.monotonic() + (self.rng.random() * longest if kind == "start" else PATIENCE)
+        while time.monotonic() < until:
+            if kind == "saving" and any((self.run / "checkpoints").glob(".new-*")):
+                break
+            if kind == "progress" and self.seen() >= goal:
+                break
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def seen(self) -> int:
+        found = checkpoint.checkpoints(self.run / "checkpoints")
+        return int(found[-1].name) if found else 0
+
+
+# ---- faults while it runs
+
+
+def send(number: int, *, group: bool = False, times: int = 1) -> Callable[[Training, int], None]:
+    def fault(training: Training, pid: int) -> None:
+        for repeat in range(times):
+            if repeat:
+                time.sleep(0.05)
+            try:
+                (os.killpg if group else os.kill)(pid, number)
+            except ProcessLookupError:
+                return
+
+    return fault
+
+
+def kill_a_descendant(training: Training, pid: int) -> None:
+    family = sorted(descendants(pid))
+    try:
+        os.kill(training.rng.choice(family) if family else pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def pause(training: Training, pid: int) -> None:
+    os.killpg(pid, signal.SIGSTOP)
+    time.sleep(0.3)
+    os.killpg(pid, signal.SIGCONT)
+
+
+def intrude(training: Training, pid: int) -> None:
+    """A second process on the same run: refused, and it disturbs nobody."""
+    other = Training(training.command, training.run, training.sources, training.rng, training.log.with_suffix(".other"))
+    code = other.finish(other.start())
+    words = other.log.read_text()
+    assert code == 0 or (code == 2 and ("is in use by process" in words)), words
+
+
+def fill_disk(training: Training, pid: int) -> None:
+    """Not a byte is left for a while."""
+    ballast = training.run.parent / "ballast"
+    with open(ballast, "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            time.sleep(training.rng.random())
+    ballast.unlink()
+
+
+def make_read_only(training: Training, pid: int) -> None:
+    folder = training.run / "checkpoints"
+    if not folder.is_dir():
+        return
+    subprocess.run(["mount", "--bind", folder, folder], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
+    time.sleep(training.rng.random())
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+WHILE_IT_RUNS: dict[str, Callable[[Training, int], None]] = {
+    "SIGKILL to the command": send(signal.SIGKILL),
+    "SIGKILL to a rank or worker": kill_a_descendant,
+    "SIGKILL to the group": send(signal.SIGKILL, group=True),
+    "SIGTERM": send(signal.SIGTERM),
+    "SIGTERM to the group": send(signal.SIGTERM, group=True),
+    "Ctrl-C": send(signal.SIGINT, group=True),
+    "Ctrl-C twice": send(signal.SIGINT, group=True, times=2),
+    "SIGSTOP and SIGCONT": pause,
+    "a second process": intrude,
+}
+WITH_A_DISK_OF_ITS_OWN = {"full disk": fill_disk, "read-only checkpoints": make_read_only}
+
+
+# ---- faults between two commands: each returns how to undo it where the command must refuse, else None
+
+Undo = Callable[[], None] | None
+
+
+def damage_file(path: Path, rng: random.Random) -> str:
+    kind = rng.choice(["truncated", "flipped", "zeroed", "deleted"])
+    data = bytearray(path.read_bytes())
+    if kind == "deleted":
+        path.unlink()
+    elif kind == "truncated":
+        path.write_bytes(data[: rng.randrange(len(data))])
+    else:
+        place = rng.randrange(len(data))
+        data[place : place + (1 if kind == "flipped" else 64)] = (
+            bytes([data[place] ^ 1 << rng.randrange(8)]) if kind == "flipped" else bytes(len(data[place : place + 64]))
+        )
+        path.write_bytes(bytes(data))
+    return f"{path.name} {kind}"
+
+
+def restoring(path: Path) -> Undo:
+    """For a run that has nothing else left to go on from."""
+    before = path.read_bytes()
+    return lambda: path.write_bytes(before) and None
+
+
+def damage_checkpoint(training: Training) -> Undo:
+    newest = checkpoint.checkpoints(training.run / "checkpoints")[-1:]
+    files = [path for path in sorted(newest[0].iterdir()) if path.stat().st_size] if newest else []
+    if not files:
+        return None
+    path = training.rng.choice(files)
+    undo = restoring(path)
+    training.notes.append(damage_file(path, training.rng))
+    return undo
+
+
+def edit_state(training: Training) -> Undo:
+    newest = checkpoint.checkpoints(training.run / "checkpoints")[-1:]
+    if newest and (newest[0] / "state.json").is_file():
+        path = newest[0] / "state.json"
+        undo = restoring(path)
+        try:
+            state = json.loads(path.read_text())
+        except ValueError:
+            return None  # damaged before
+        name = training.rng.choice(sorted(state))
+        state[name] = training.rng.choice([None, 5, "text", {}, [1]])
+        path.write_text(json.dumps(state))
+        training.notes.append(f"{name} edited")
+        return undo
+    return None
+
+
+def damage_run_file(training: Training) -> Undo:
+    """config.json, env.json, metrics.jsonl, results.json or a file of model/; what the run cannot mend is put back."""
+    names = ["config.json", "env.json", "metrics.jsonl", "results.json", "model/config.json", "model/model.safetensors"]
+    present = [training.run / name for name in names if (training.run / name).is_file()]
+    if not present:
+        return None
+    path = training.rng.choice(present)
+    undo = restoring(path)
+    if path.stat().st_size:
+        training.notes.append(damage_file(path, training.rng))
+    return undo
+
+
+def damage_data(training: Training) -> Undo:
+    """An image is lost, or has other content at equal size and time."""
+    path = Path(training.rng.choice(sorted(Path(training.sources["folder"]).iterdir())))
+    before, status, parent = path.read_bytes(), path.stat(), path.parent.stat()
+    if training.rng.random() < 0.5:
+        path.unlink()
+    else:
+        path.write_bytes(before[:-20] + bytes([before[-20] ^ 255]) + before[-19:])
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    def undo() -> None:
+        path.write_bytes(before)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        os.utime(path.parent, ns=(parent.st_atime_ns, parent.st_mtime_ns))
+
+    return undo
+
+
+def forget_pixels(training: Training) -> Undo:
+    """Everything has to be decoded again, so that the next fault may come while it is."""
+    shutil.rmtree(Path(os.environ["ANECHOIC_CACHE"]) / "pixels", ignore_errors=True)
+    return None
+
+
+BETWEEN: dict[str, Callable[[Training], Undo]] = {
+    "checkpoint file damaged": damage_checkpoint,
+    "state.json edited": edit_state,
+    "run file damaged": damage_run_file,
+    "image changed or lost": damage_data,
+    "pixels forgotten": forget_pixels,
+}

@@ -1,0 +1,252 @@
+"""The evaluator: one pass, labels that follow the images, metrics by name, and the same numbers for everybody."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import anechoic
+from anechoic.data import open_source
+from anechoic.data.preprocess import Preprocess
+from anechoic.errors import UserError
+from anechoic.eval import evaluator as evaluator_room
+from anechoic.eval.encoders import Encoder, baselines, open_encoder
+from anechoic.eval.eval_data import open_eval_data
+from anechoic.eval.evaluator import METRICS, EvalSpec, Evaluator, Metric
+from anechoic.eval.metrics.knn import knn_accuracy
+from anechoic.models import build_model
+from anechoic.models.packed import in_groups
+from anechoic.runtime.checkpoint import model_card, write_model
+from anechoic.sweeps.evaluation import evaluate_encoder
+from anechoic.sweeps.trial import EvalPlan
+
+pytestmark = pytest.mark.slow
+
+SMALL = {"image_size": 8, "patch_size": 2, "in_channels": 1, "dim": 24, "depth": 2, "num_heads": 2}
+DECODER = {"decoder_dim": 16, "decoder_depth": 1, "decoder_num_heads": 2}
+GRAY = Preprocess((0.5,), (0.5,), 8, 1)
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    torch.manual_seed(0)
+    return Encoder("tiny", build_model("vit_tiny_patch4", **SMALL).eval(), GRAY)
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return open_eval_data("digits:train", "digits:test", channels=1)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    torch.manual_seed(0)
+    model = build_model("mae_tiny_patch4", **SMALL, **DECODER)
+    return write_model(tmp_path_factory.mktemp("models") / "model", model.state_dict(), model_card(model, GRAY))
+
+
+@pytest.fixture
+def brightness(tmp_path):
+    """Sixty gray images in two folders; brightness says the class perfectly. One of the first class is unreadable."""
+    for i in range(60):
+        folder = tmp_path / "data" / ("dark" if i < 30 else "light")
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = np.full((8, 8), 20 + i if i < 30 else 150 + i, dtype=np.uint8)
+        pixels[:4] //= 1 if i < 30 else 4  # another direction, since a cosine does not see brightness alone
+        Image.fromarray(pixels).save(folder / f"{i:02d}.png")
+    (tmp_path / "data" / "dark" / "03.png").write_bytes(b"no image")
+    return tmp_path / "data"
+
+
+def test_knn_is_that_of_the_features(encoder, digits):
+    spec = EvalSpec(("knn",), layers=(1, -1), poolings=("mean",), neighbors=(5, 20), max_train=300, max_test=100)
+    subject = Evaluator(spec, cached=False).extract(encoder, digits)
+    found = Evaluator(spec).measure(subject)
+    assert [(row["layer"], row["pooling"]) for row in found.rows] == [(1, "mean"), (3, "mean")]  # the norm is a layer
+    part = subject.eval_data
+    for row in found.rows:
+        key = (row["layer"], "mean")
+        expected = knn_accuracy(
+            subject.train.sets[key], part.train_labels, subject.test.sets[key], part.test_labels, ks=(5, 20)
+        )
+        assert row["knn_by_k"] == expected
+        assert row["knn"] == expected[5]
+    assert found.counts == {"train_samples": 300, "test_samples": 100, "classes": 10}
+
+
+def test_whitened_votes_do_not_see_a_change_of_basis(encoder, digits):
+    spec = EvalSpec(
+        ("knn", "knn_whitened"), layers=(1,), poolings=("mean",), neighbors=(5,), max_train=300, max_test=100
+    )
+    subject = Evaluator(spec, cached=False).extract(encoder, digits)
+    before = Evaluator(spec).measure(subject).rows[0]
+    scales = np.geomspace(1, 30, SMALL["dim"], dtype=np.float32)
+    turn = np.linalg.qr(np.random.default_rng(0).normal(size=(SMALL["dim"], SMALL["dim"])))[0].astype(np.float32)
+    for part in (subject.train, subject.test):
+        part.sets[1, "mean"] = part.sets[1, "mean"] @ (turn * scales) + 5
+    after = Evaluator(spec).measure(subject).rows[0]
+    assert before["knn_whitened"] == after["knn_whitened"] > 0.5
+    assert before["knn"] != after["knn"]
+
+
+def test_cached_and_in_memory_features_are_the_same(encoder, digits):
+    spec = EvalSpec(("rank", "norm", "echo"), layers="all", max_test=80, max_train=80)
+    kept = Evaluator(spec, cached=True).run(encoder, digits)
+    assert kept.rows == Evaluator(spec, cached=False).run(encoder, digits).rows
+    assert kept.rows == Evaluator(spec, cached=True).run(encoder, digits).rows
+
+
+def test_labels_follow_the_images_past_an_unreadable_one(brightness):
+    pixels = baselines(Encoder("tiny", build_model("vit_tiny_patch4", **SMALL), GRAY))[0]
+    assert pixels.name == "raw pixels"
+    eval_data = open_eval_data(str(brightness), str(brightness), channels=1)
+    for cached in (False, True, True):
+        found = Evaluator(EvalSpec(("knn", "probe"), neighbors=(1,)), cached=cached).run(pixels, eval_data)
+        assert found.rows[0]["knn"] == 1.0
+        assert found.rows[0]["probe"] == 1.0
+        assert found.counts["test_samples"] == 59
+        assert [name for name, _ in found.skipped] == ["dark/03.png"]
+
+
+def test_a_trial_survives_an_unreadable_image(model_dir, brightness):
+    plan = EvalPlan(str(brightness), str(brightness), neighbors=1)
+    metrics = evaluate_encoder(model_dir, plan, seed=0)
+    assert metrics["knn_mean"] == 100.0
+    assert len(metrics["layers"]["mean"]["knn"]) == 3
+
+
+def test_a_metric_is_one_function_and_one_row(encoder, digits, monkeypatch):
+    """Added to the table it is measured wherever a spec names it."""
+    import sys
+    import types
+
+    module = types.ModuleType("my_metric")
+    module.mean_metric = lambda subject: {key: {"mean": float(x.mean())} for key, x in subject.sets.items()}
+    monkeypatch.setitem(sys.modules, "my_metric", module)
+    monkeypatch.setitem(evaluator_room.METRICS, "mean", Metric("my_metric:mean_metric"))
+    found = Evaluator(EvalSpec(("knn", "mean"), max_train=50, max_test=20)).run(encoder, digits)
+    assert all({"knn", "mean"} <= row.keys() for row in found.rows)
+
+
+def test_every_metric_runs(encoder, digits):
+    elsewhere = (
+        "accuracy",
+        "retrieval",
+        "retrieval_standardized",
+        "retrieval_whitened",
+        "group_vote",
+    )  # need other data
+    names = tuple(name for name in METRICS if name not in elsewhere)
+    found = Evaluator(EvalSpec(names, layers="all", max_train=200, max_test=60)).run(encoder, digits)
+    assert len(found.rows) == 4 * 3
+    assert {"token_norm", "gain", "branch_ratio"} <= found.network.keys()
+
+
+def test_unknown_metrics_are_refused_with_the_nearest():
+    with pytest.raises(UserError, match="did you mean probe"):
+        EvalSpec(("prob",))
+
+
+def test_noise_is_for_denoisers(encoder, digits):
+    with pytest.raises(UserError, match="no diffusion model"):
+        Evaluator(EvalSpec(("knn",), noise=(0.1,))).run(encoder, digits)
+
+
+@pytest.mark.parametrize("protocol", ["logistic", "in100"])
+def test_a_denoiser_is_probed_by_the_protocol_of_its_plan(protocol, tmp_path, monkeypatch):
+    """The plan's protocol reaches the probe; both give a number, and another one."""
+    from anechoic.eval.metrics import probe_protocols
+    from anechoic.sweeps.evaluation import probe_denoiser
+
+    called = []
+    for name in ("logistic_rows", "in100_rows"):
+        rows = getattr(probe_protocols, name)
+        monkeypatch.setattr(
+            probe_protocols, name, lambda *args, name=name, rows=rows: called.append(name) or rows(*args)
+        )
+    torch.manual_seed(0)
+    options = {"image_size": 8, "patch_size": 2, "in_channels": 1, "dim": 24, "depth": 2, "num_heads": 2}
+    model = build_model("uvit_small", **options)
+    run = write_model(tmp_path / "model", model.state_dict(), model_card(model, GRAY))
+    plan = EvalPlan("digits:train", "digits:test", max_train=60, max_test=30, noise=(0.1,), protocol=protocol)
+    monkeypatch.setattr(probe_protocols, "SELECTION", 0.2)
+    metrics = probe_denoiser(run, plan, seed=0)
+    assert set(called) == {f"{protocol}_rows"}
+    assert 0 <= metrics["probe"] <= 100
+    assert len(metrics["held_out"]) == len(metrics["entropy"])
+
+
+def test_latents_need_real_images_before_they_are_trained_on(tmp_path):
+    from anechoic.config import Config, DataConfig
+    from anechoic.data.latents import CARD
+    from anechoic.sweeps.trial import Trial, check_plan
+
+    (tmp_path / CARD).write_text("{}")
+    trial = Trial("a", "a", Config(data=DataConfig(str(tmp_path))), EvalPlan(samples=4))
+    with pytest.raises(UserError, match="compared with real ones"):
+        check_plan(trial)
+    check_plan(replace(trial, evaluation=replace(trial.evaluation, real="digits:train")))
+
+
+# ---- receipts
+
+
+def test_a_receipt_reruns(model_dir):
+    """Every argument is in the JSON, so the same verb with it gives the same numbers."""
+    first = anechoic.knn(str(model_dir), train="digits:train", test="digits:test", layers=(1,), pooling=("mean",))
+    config = json.loads(json.dumps(first.to_json()["config"]))
+    assert {"k", "layers", "pooling", "image_size", "temperature", "holdout", "device", "baselines"} <= config.keys()
+    again = anechoic.knn(
+        config.pop("run"), **{name: tuple(v) if isinstance(v, list) else v for name, v in config.items()}
+    )
+    assert again.metrics == first.metrics
+
+
+def test_defaults_of_knn_adapt_to_few_samples(model_dir, brightness):
+    found = anechoic.knn(str(model_dir), train=str(brightness), baselines=False)
+    assert list(found.metrics["rows"][0]["accuracy"]) == ["10", "20"]
+    assert found.metrics["skipped"][0]["name"] == "dark/03.png"
+
+
+@pytest.mark.parametrize("scaling", ["standardized", "whitened"])
+def test_the_vote_of_scaled_features_is_the_metric_of_that_name(model_dir, digits, scaling):
+    parts = {"train": "digits:train", "test": "digits:test"}
+    found = anechoic.knn(str(model_dir), **parts, k=(5, 20), pooling=("mean",), scaling=scaling)
+    spec = EvalSpec((f"knn_{scaling}",), poolings=("mean",), neighbors=(20,))
+    expected = Evaluator(spec, cached=False).run(open_encoder(str(model_dir)), digits).rows[0][f"knn_{scaling}"]
+    rows = {row["encoder"]: row["accuracy"] for row in found.metrics["rows"]}
+    assert rows.pop(model_dir.name)["20"] == expected
+    assert set(rows) == {"untrained", "constant"} | ({"raw pixels"} if scaling == "standardized" else set())
+    assert f"top-1 of {scaling} features" in found.text
+
+
+# ---- threads
+
+
+def test_whoever_takes_features_has_all_threads():
+    torch.set_num_threads(2)
+    try:
+        stream = in_groups(lambda images: {"x": images}, (torch.zeros(4, 1) for _ in range(3)), tokens=1)
+        for _ in stream:
+            assert torch.get_num_threads() == 2
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_the_source_is_read_once_for_every_metric(encoder, monkeypatch):
+    """One pass over the images serves all layers, poolings and metrics of features."""
+    eval_data = open_eval_data("digits:test", "digits:test", channels=1)
+    passes = []
+    original = type(open_source("digits:test", channels=1)).read_many
+    monkeypatch.setattr(
+        type(eval_data.test), "read_many", lambda self, ids, **kw: passes.append(len(ids)) or original(self, ids, **kw)
+    )
+    spec = EvalSpec(("knn", "rank", "norm", "echo"), layers="all")
+    Evaluator(spec, cached=False).run(encoder, eval_data)
+    assert sum(passes) == len(eval_data.train) + len(eval_data.test)

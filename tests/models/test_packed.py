@@ -1,0 +1,128 @@
+"""The fast forward of a frozen transformer: equal to the plain one, whatever the threads and groups, and it forgets."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor
+
+from anechoic.errors import UserError
+from anechoic.eval import features
+from anechoic.models import build_model
+from anechoic.models import packed as inference
+
+pytestmark = pytest.mark.slow
+
+SMALL = {"image_size": 16, "dim": 24, "depth": 3, "num_heads": 2}
+VARIANTS = [
+    {},
+    {"alpha_min": 0.6},
+    {"alpha_min": 0.6, "norm": False},
+    {"form": "both"},
+    {"form": "branch"},
+    {"form": "learnable", "alpha_min": 0.7},
+    {"qkv_bias": False},
+    {"positions": "learned"},
+    {"num_classes": 5},
+    {"num_classes": 5, "pool": "mean"},
+]
+
+
+def small_vit(**options):
+    torch.manual_seed(0)
+    model = build_model("vit_tiny_patch4", **SMALL, **options).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases and norms that do something
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def images(count=7, size=16):
+    return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(1))
+
+
+def by_hooks(model, batches, monkeypatch, **options):
+    """Features by the model's own forward."""
+    with monkeypatch.context() as patch:
+        patch.setattr(features, "is_served", lambda model: False)
+        return features.extract(model, batches, **options)
+
+
+def assert_same(found, expected):
+    assert list(found) == list(expected)
+    for key, value in expected.items():
+        torch.testing.assert_close(torch.from_numpy(found[key]), torch.from_numpy(value), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+@pytest.mark.parametrize("poolings", [("class", "mean", "all"), ("class",)], ids=str)
+def test_every_layer_equals_the_plain_forward(options, poolings, monkeypatch):
+    model, batches = small_vit(**options), images().split(4)
+    assert inference.is_served(model)
+    for layers in ("all", (-1,), (1, 2), (0,)):
+        wanted = {"layers": layers, "poolings": poolings}
+        assert_same(features.extract(model, batches, **wanted), by_hooks(model, batches, monkeypatch, **wanted))
+
+
+def test_images_of_another_size(monkeypatch):
+    model, larger = small_vit(alpha_min=0.6), images(size=24)
+    assert_same(features.extract(model, [larger]), by_hooks(model, [larger], monkeypatch))
+
+
+def test_features_do_not_depend_on_the_number_of_threads(monkeypatch):
+    monkeypatch.setattr(inference, "TOKENS", 40)
+    model, before = small_vit(alpha_min=0.6), torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(features.extract(model, images(11).split(5), layers="all"))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all((other[key] == found[0][key]).all() for key in found[0])
+
+
+def test_weights_and_images_stay_as_they_were():
+    model, pixels = small_vit(alpha_min=0.6), images()
+    weights, copy = {k: v.clone() for k, v in model.state_dict().items()}, pixels.clone()
+    features.extract(model, [pixels], layers="all")
+    assert torch.equal(pixels, copy)
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def test_other_models_keep_their_own_forward():
+    hooked, doubled = small_vit(), small_vit().double()
+    hooked.blocks[0].register_forward_hook(lambda *_: None)
+    assert not inference.is_served(hooked)
+    assert not inference.is_served(doubled)
+    assert not inference.is_served(build_model("uvit_small", image_size=8, dim=24, depth=2, num_heads=2))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not inference.is_served(small_vit())
+
+
+def test_a_mistake_ends_the_threads_and_gives_them_back():
+    before = torch.get_num_threads()
+    with pytest.raises(UserError, match="Expected images of shape"):
+        features.extract(small_vit(), [images(), images()[:, :1]])
+    assert torch.get_num_threads() == before
+
+
+def test_a_long_embedding_keeps_nothing():
+    """The number of live tensors is the same after 10 batches and after 200."""
+    model = small_vit()
+
+    def stream():
+        for _ in range(200):
+            yield images(3)
+
+    counts = {}
+    for number, _ in enumerate(features.extract_batches(model, stream(), layers="all"), 1):
+        if number in (10, 200):
+            gc.collect()
+            counts[number] = sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+    # At the end no batch is waiting any more, so there may be fewer, but never more.
+    assert counts[200] <= counts[10]

@@ -1,0 +1,196 @@
+"""The demo at a budget of seconds, on two hands and a fifth of the things: table, page, and a twin that cannot be
+trained."""
+
+import base64
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from browser import contrast, fits, showing
+
+from anechoic.cli.main import main
+from anechoic.errors import UserError
+from anechoic.eval.metrics.retrieval import places, retrieval_matrix
+from anechoic.pages import demo
+from anechoic.pages import demo_page as showcase
+from anechoic.pages.demo import LAYERS, Demo, verdict
+from anechoic.recipes.demo import demo_mae
+
+pytestmark = pytest.mark.slow
+
+SOURCE = "emoji:test:style=noto+twemoji"
+
+
+class Shape(HTMLParser):
+    """Counts of tags, and whether every tag that needs it is closed."""
+
+    def __init__(self):
+        super().__init__()
+        self.tags, self.open = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        if tag not in ("meta", "img", "link", "input", "line", "br"):
+            self.open.append(tag)
+        if tag == "img":
+            assert dict(attrs)["src"].startswith("data:image/")
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def patched():
+    """Two hands, a fifth of the things, a network of three narrow blocks."""
+    small = demo_mae()
+    options = {**small.model.options, "dim": 24, "depth": 3, "num_heads": 2, "decoder_depth": 1}
+    small = replace(small, model=replace(small.model, options=options))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "SOURCE", SOURCE)
+        patch.setattr(demo, "recipe", lambda name: small)
+        patch.setattr(showcase, "MAPPED_THINGS", 20)
+        yield
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory, patched):
+    out = tmp_path_factory.mktemp("demo")
+    assert main(["demo", "--out", str(out), "--samples", "256"]) == 0
+    return out
+
+
+def test_an_arm_that_cannot_be_trained_is_told_with_its_story(tmp_path, patched, monkeypatch):
+    monkeypatch.setattr(demo.sys, "executable", "/bin/false")
+    with pytest.raises(UserError, match="residual autoencoder could not be trained"):
+        demo.train_arms(tmp_path, samples=256, seed=0)
+
+
+def result_of(shown):
+    return json.loads((shown / "results.json").read_text())
+
+
+def test_the_table_has_both_twins_beside_the_baselines(shown):
+    result = result_of(shown)
+    rows = {row["encoder"]: row for row in result["metrics"]["rows"]}
+    assert list(rows) == ["raw pixels", "untrained", "residual", "decayed"]
+    assert rows["raw pixels"]["mean"] > 25  # of 205 drawings; chance is half a per cent
+    assert rows["raw pixels"]["class"] is None
+    assert rows["untrained"]["echo"] == pytest.approx(1, abs=1e-6)
+    for row in rows.values():
+        assert 0 <= row["kind"] <= 100
+    assert result["seed"] == 0
+    assert result["config"]["samples"] == 256
+    for arms in result["metrics"]["layers"].values():
+        assert [len(values) for values in arms.values()] == [4, 4]
+
+
+def test_the_twins_differ_in_alpha_min_alone(shown):
+    configs = [json.loads((shown / name / "config.json").read_text()) for name in ("residual", "decayed")]
+    assert [config["shortcut"].pop("alpha_min") for config in configs] == [1.0, 0.6]
+    assert configs[0] == configs[1]
+    assert configs[0]["data"]["labels"] is False
+
+
+def test_the_page_is_whole_and_its_numbers_are_those_of_the_json(shown):
+    page = (shown / "index.html").read_text()
+    shape = Shape()
+    shape.feed(page)
+    assert shape.open == []
+    assert shape.tags.count("canvas") == 2
+    assert shape.tags.count("svg") > 6
+    told = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)[1])
+    assert told["metrics"] == result_of(shown)["metrics"]
+    picker = json.loads(re.search(r'id="picker"><script type="application/json">(.*?)</script>', page, re.S)[1])
+    assert picker["hands"] == ["noto", "twemoji"]
+    place = np.frombuffer(base64.b64decode(picker["place"]), dtype="<u2")
+    place = place.reshape(len(picker["searches"]), 2, 2, len(picker["things"]))
+    last = {one["encoder"]: place[i] for i, one in enumerate(picker["searches"])}
+    for row in told["metrics"]["rows"]:
+        found = last[row["encoder"]]
+        assert 50 * ((found[0, 1] == 1).mean() + (found[1, 0] == 1).mean()) == pytest.approx(row["mean"], abs=0.01)
+
+
+def test_the_same_command_trains_nothing_again(shown, patched):
+    weights = (shown / "decayed" / "model" / "model.safetensors").read_bytes()
+    demo.train_arms(shown, samples=256, seed=0)
+    assert (shown / "decayed" / "model" / "model.safetensors").read_bytes() == weights
+
+
+def test_another_budget_in_the_same_folder_is_refused(shown, capsys, patched):
+    assert main(["demo", "--out", str(shown), "--samples", "512"]) == 2
+    assert "other settings (optim.samples: 256 in the run, 512 asked for)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("decayed", "word"), [(8.0, "ahead of"), (4.0, "behind"), (6.0, "level with")])
+def test_the_verdict_follows_the_numbers(decayed, word):
+    values = {"tokens": 20.0}
+    rows = [
+        {"encoder": "raw pixels", "mean": 20.0},
+        {"encoder": "untrained", "mean": 3.0},
+        {"encoder": "residual", "mean": 6.0, **values},
+        {"encoder": "decayed", "mean": decayed, **values},
+    ]
+    layers = {LAYERS["retrieval_mean"]: {"residual": [1.0, 7.0, 6.0], "decayed": [1.0, 2.0, decayed]}}
+    said = verdict(Demo(rows, layers, {}, {}, 0.0))
+    assert word in said
+    assert "residual one after block 1 (7.0 %)" in said
+
+
+def test_places_agree_with_the_shares_of_retrieval():
+    random = np.random.default_rng(0)
+    things, styles = np.tile(np.arange(12), 3), np.repeat(np.arange(3), 12)
+    features = random.normal(size=(12, 8))[things] + 0.7 * random.normal(size=(36, 8))
+    order = random.permutation(36)
+    best, place = places(features[order], things[order], styles[order])
+    shares = retrieval_matrix(features[order], things[order], styles[order])
+    for i in range(3):
+        for j in range(3):
+            if i != j:
+                assert (place[i, j] == 1).mean() == pytest.approx(shares[i, j])
+                assert np.array_equal(best[i, j] == np.arange(12), place[i, j] == 1)
+    assert (place[0, 0] == 0).all()
+    assert (best[0, 0] == -1).all()
+
+
+# ---- in a browser
+
+
+def test_a_person_picks_a_thing_and_reads_its_place(browser, shown):
+    with showing(browser, shown / "index.html") as page:
+        picker = json.loads(page.locator("#picker script").text_content())
+        searches, things = picker["searches"], picker["things"]
+        place = np.frombuffer(base64.b64decode(picker["place"]), dtype="<u2").reshape(len(searches), 2, 2, len(things))
+        rows = page.locator("#picker tbody tr")
+        assert [row.split("\n")[0] for row in rows.all_inner_texts()] == [
+            "raw pixels",
+            "untrained",
+            "residual",
+            "decayed",
+        ]
+        chosen = 7
+        page.locator("#picker input[type=search]").fill(things[chosen])
+        assert page.locator("#picker .things button:visible").count() < len(things)
+        page.get_by_role("button", name=things[chosen], exact=True).click()
+        assert things[chosen] in page.locator("#picker .asked").inner_text()
+        last = [i for i, one in enumerate(searches) if one["encoder"] == "decayed"][-1]
+        said = rows.nth(3).locator("td").last.locator(".said").inner_text()
+        rank = place[last, 0, 1, chosen]
+        assert said == ("✓ found" if rank == 1 else f"place {rank}")
+        share = 100 * (place[last, 0, 1] == 1).mean()
+        assert rows.nth(3).locator("td").last.locator(".share").inner_text() == f"all: {share:.1f} %"
+        drawn = page.locator("#picker td .tile").first.evaluate("e => getComputedStyle(e).backgroundImage")
+        assert drawn.startswith('url("blob:')
+
+
+def test_the_page_fits_a_phone_in_the_dark(browser, shown):
+    with showing(browser, shown / "index.html", width=400, dark=True) as page:
+        assert fits(page)
+        assert contrast(page, "#picker .said") > 4.5
+        page.locator("#picker select").nth(1).select_option(index=0)
+        assert "two different hands" in page.locator("#picker").inner_text()

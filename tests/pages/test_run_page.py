@@ -1,0 +1,209 @@
+"""The page on one run or several, and what pre-training says before and after."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+import anechoic
+from anechoic.cli.main import main
+from anechoic.config import Config, DataConfig, ModelConfig, OptimConfig, ShortcutConfig, ValidationConfig
+from anechoic.errors import UserError
+from anechoic.pages.estimates import estimate
+from anechoic.pages.runs import open_run
+from anechoic.runtime.run import read_metrics
+from anechoic.training.loop import fit
+
+pytestmark = pytest.mark.slow
+
+MODEL = {
+    "patch_size": 2,
+    "dim": 16,
+    "depth": 2,
+    "num_heads": 2,
+    "decoder_dim": 16,
+    "decoder_depth": 1,
+    "decoder_num_heads": 2,
+}
+TINY = [f"{name}={value}" for name, value in MODEL.items()]
+
+
+def config(*, alpha_min=1.0, seed=0):
+    return Config(
+        data=DataConfig(source="digits", image_size=8, channels=1, holdout=64, flip=False),
+        model=ModelConfig("mae_tiny_patch4", MODEL),
+        shortcut=ShortcutConfig(alpha_min=alpha_min),
+        optim=OptimConfig(batch_size=64, samples=64 * 24, lr=2e-3),
+        validation=ValidationConfig(every=64 * 6, report=64 * 6),
+        seed=seed,
+        threads=1,
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two arms of two seeds."""
+    folder = tmp_path_factory.mktemp("runs")
+    for alpha_min in (1.0, 0.6):
+        for seed in (0, 1):
+            fit(config(alpha_min=alpha_min, seed=seed), folder / f"alpha{alpha_min:g}-{seed}")
+    return folder
+
+
+def embedded(page):
+    """What the page holds as JSON."""
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
+
+
+@pytest.fixture(scope="module")
+def single(runs):
+    found = anechoic.pages([runs / "alpha1-0"], samples=200)
+    return found, (runs / "alpha1-0" / "report.html").read_text()
+
+
+def test_the_numbers_of_the_page_are_those_of_the_outcome(single):
+    found, page = single
+    assert embedded(page) == json.loads(json.dumps(found.metrics))
+    (run,) = found.metrics["runs"]
+    assert run["verdict"]["word"].capitalize() in page
+    assert all(reason.split(" (")[0] in page for reason in run["verdict"]["reasons"])
+    assert f'data-value="{run["layers"][-1]["knn"]!r}"' in page
+
+
+def test_a_page_has_every_part(single):
+    found, page = single
+    for heading in (
+        "Verdict",
+        "What was trained",
+        "Training",
+        "Layer by layer",
+        "Reconstructions",
+        "Neighbors",
+        "Map",
+    ):
+        assert f"<h2>{heading}</h2>" in page
+    (run,) = found.metrics["runs"]
+    assert {"knn", "probe", "rank_columns", "cka", "input_share"} <= run["layers"][-1].keys()
+    assert run["facts"]["seen"] == 64 * 24
+    assert run["facts"]["finished"] is True
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    assert "https://" not in page
+
+
+def test_curves_are_those_of_the_run(single, runs):
+    (run,) = single[0].metrics["runs"]
+    losses = [r["held_out_loss"] for r in read_metrics(runs / "alpha1-0") if "held_out_loss" in r]
+    assert run["curves"]["validation"]["held_out_loss"] == losses
+    assert run["measures"]["held_out_loss"] == losses[-1]
+
+
+def test_runs_are_compared_over_their_seeds(runs, tmp_path):
+    paths = sorted(runs.glob("alpha*"), reverse=True)
+    found = anechoic.pages(paths, output=tmp_path / "page.html", samples=200)
+    rows = {(row["arm"], row["measure"]): row for row in found.metrics["comparison"]}
+    assert {arm for arm, _ in rows} == {"alpha_min 1", "alpha_min 0.6"}
+    values = {run["name"]: run["measures"]["knn"] for run in found.metrics["runs"]}
+    ours = rows["alpha_min 0.6", "knn"]
+    expected = estimate([values["alpha0.6-0"] - values["alpha1-0"], values["alpha0.6-1"] - values["alpha1-1"]])
+    assert ours["difference"] == {"mean": expected.mean, "half": expected.half, "n": 2}
+    assert rows["alpha_min 1", "knn"]["difference"] is None
+    page = (tmp_path / "page.html").read_text()
+    assert embedded(page) == json.loads(json.dumps(found.metrics))
+    assert page.count("Verdict</h2>") == 1
+    assert "<h2>Comparison</h2>" in page
+
+
+def test_a_run_without_its_data_still_has_a_page(runs, tmp_path, monkeypatch):
+    """Its curves stay; what cannot be measured is named; images given stand in."""
+    import shutil
+
+    from anechoic.storage.files import read_json, sealed, unsealed, write_json
+
+    moved = tmp_path / "moved"
+    shutil.copytree(runs / "alpha1-0", moved)
+    changed = read_json(moved / "config.json")
+    changed["data"]["source"] = str(tmp_path / "gone")
+    write_json(moved / "config.json", changed)
+    write_json(moved / "env.json", sealed({**unsealed(read_json(moved / "env.json")), "config": changed}))
+    (run,) = anechoic.pages([moved], output=tmp_path / "page.html").metrics["runs"]
+    assert run["verdict"] is None
+    assert [sentence.split(":")[0] for sentence in run["missing"]] == [
+        "There is no verdict",
+        "The layers were not measured",
+    ]
+    assert run["curves"]["train"]["loss"]
+    (run,) = anechoic.pages([moved], data="digits:test", output=tmp_path / "page.html", samples=100).metrics["runs"]
+    assert run["verdict"]["signals"]["images"] > 64
+    assert run["layers"]
+
+
+def test_a_training_that_goes_on_has_a_page(tmp_path):
+    """Before its first checkpoint there are curves and nothing else."""
+    run = tmp_path / "run"
+    fit(config(), run)
+    for name in ("results.json", "model", "checkpoints"):
+        (run / name).rename(tmp_path / name)
+    (found,) = anechoic.pages([run], output=tmp_path / "page.html").metrics["runs"]
+    assert "holds no weights" in found["missing"][0]
+    assert found["facts"]["finished"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["report", "nowhere"], "There is no run directory nowhere."),
+        (["report", "runs/phtos"], "There is no run directory runs/phtos; did you mean runs/photos?"),
+        (["report", "."], "is no run directory"),
+    ],
+)
+def test_mistakes(capsys, tmp_path, monkeypatch, arguments, words):
+    (tmp_path / "runs" / "photos" / "checkpoints").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_report_needs_a_run():
+    with pytest.raises(UserError, match="at least one run"):
+        anechoic.pages(())
+
+
+# ---- before and after pre-training
+
+
+def test_pretraining_is_introduced_and_judged(capsys, tmp_path):
+    command = ["pretrain", "digits", "--channels", "1", "--epochs", "2", "--out", str(tmp_path / "run")]
+    command += ["--image-size", "8", "--model", "mae_tiny_patch4", "--model-options", *TINY]
+    assert main(command) == 0
+    told = capsys.readouterr()
+    lines = told.err.splitlines()
+    assert lines[0].startswith("Pre-training on digits: 1,797 images without labels, ")
+    assert lines[1].startswith("Model: mae_tiny_patch4 (")
+    assert re.match(r"Length: 3,\d{3} samples in .* about \d+ s here", lines[2])
+    assert lines[3].startswith("Shortcuts: alpha_min 1, plain residual connections")
+    assert "optim: " not in told.err
+    assert "Verdict: " in told.out
+    assert told.out.strip().endswith(f"anechoic report {tmp_path / 'run'}")
+    # The same command again: no second introduction, the same verdict.
+    assert main([*command, "--json"]) == 0
+    told = capsys.readouterr()
+    assert told.err == ""
+    found = json.loads(told.out)["metrics"]["verdict"]
+    assert found["signals"]["images"] == open_run(tmp_path / "run").config.data.holdout
+
+
+def test_every_setting_is_shown_on_demand(capsys, tmp_path):
+    command = ["pretrain", "digits", "--channels", "1", "--epochs", "1", "--out", str(tmp_path / "run"), "--verbose"]
+    assert main([*command, "--image-size", "8", "--model", "mae_tiny_patch4", "--model-options", *TINY]) == 0
+    assert "  optim: algorithm muon" in capsys.readouterr().err
+
+
+def test_the_estimate_is_that_of_the_whole_length(capsys):
+    from anechoic.training.estimate import seconds_per_image
+
+    resolved = config()
+    assert 0 < seconds_per_image(resolved) < 0.1
+    assert seconds_per_image(replace(resolved, optim=replace(resolved.optim, algorithm="muon"))) > 0
