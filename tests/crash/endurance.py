@@ -1,8 +1,8 @@
 """Memory and descriptors of a long training with several processes and workers: flat, or something leaks.
 
 `python tests/crash/endurance.py --updates 5000`. A real command trains a tiny network from a folder of images; the
-resident memory (RSS) and the open descriptors of every process below it are read on the way. After the first fifth, in which
-caches fill, neither may grow: the last fifth is compared with the second.
+resident memory (RSS) and the open descriptors of every process below it are read on the way. After the first fifth, in
+which caches fill, neither may grow: the last fifth is compared with the second.
 """
 
 from __future__ import annotations
