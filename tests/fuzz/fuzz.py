@@ -284,19 +284,21 @@ def keep(door: str, name: str, path: Path, report: dict[str, Any]) -> None:
     folder = CORPUS / door / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    if path.is_dir():
-        shutil.copytree(path, folder / path.name, symlinks=True, copy_function=copy_plain)
-    else:
-        copy_plain(path, folder / path.name)
-    odd = {"pipes": [], "folders": []}
+    special: dict[str, Any] = {"pipes": [], "folders": [], "links": {}}
     for item in [path, *path.rglob("*")] if path.is_dir() else [path]:
-        if item.is_fifo():
-            odd["pipes"].append(str(item.relative_to(path.parent)))
-        elif item.is_dir() and not item.is_symlink() and not any(item.iterdir()):
-            odd["folders"].append(str(item.relative_to(path.parent)))
+        name = str(item.relative_to(path.parent))
+        if item.is_symlink():
+            special["links"][name] = os.readlink(item)
+        elif item.is_fifo():
+            special["pipes"].append(name)
+        elif item.is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(item, folder / name)
+        elif item.is_dir() and not any(item.iterdir()):
+            special["folders"].append(name)
     note = {
         "name": path.name,
-        **odd,
+        **special,
         "outcome": report["outcome"],
         "detail": "".join(report["detail"].split("\n")[-2:])[-200:],
     }
@@ -304,24 +306,20 @@ def keep(door: str, name: str, path: Path, report: dict[str, Any]) -> None:
 
 
 def kept(folder: Path, home: Path) -> Path:
-    """An input of the corpus put together again: git keeps neither pipes nor empty folders."""
+    """Rebuild an input of the corpus, which holds only regular files: the note names pipes, links and empty folders."""
     note = json.loads((folder / "input.json").read_text())
     path = home / note["name"]
     if (folder / note["name"]).is_dir():
-        shutil.copytree(folder / note["name"], path, symlinks=True)
-    elif os.path.lexists(folder / note["name"]):
-        copy_plain(folder / note["name"], path)
+        shutil.copytree(folder / note["name"], path)
+    elif (folder / note["name"]).is_file():
+        shutil.copy2(folder / note["name"], path)
     for name in note["folders"]:
         (home / name).mkdir(parents=True, exist_ok=True)
     for name in note["pipes"]:
         os.mkfifo(home / name)
+    for name, target in note.get("links", {}).items():
+        (home / name).symlink_to(target)
     return path
-
-
-def copy_plain(source: str | Path, target: str | Path) -> None:
-    """Pipes and devices are not copied: reading them is what the fault is about."""
-    if os.path.isfile(source) or os.path.islink(source):
-        shutil.copy2(source, target, follow_symlinks=False)
 
 
 def fuzz(*, inputs: int, seed: int, only: str | None = None, keep_failures: bool = True) -> dict[str, Any]:

@@ -1,0 +1,21 @@
+"""The repository as git lists it: regular text and image files that every tool can read."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def tracked():
+    """Return (mode, path) of every tracked file."""
+    listed = subprocess.run(["git", "ls-files", "-s", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git repository")
+    return [(entry.split()[0], entry.partition("\t")[2]) for entry in listed.stdout.split("\0") if entry]
+
+
+def test_git_tracks_regular_files_only():
+    special = [path for mode, path in tracked() if mode not in ("100644", "100755")]
+    assert special == [], "symlinks and submodules: tools that read every file would follow them"
