@@ -1,7 +1,7 @@
 """The crash test: faults from a printed seed injected into real trainings, which must end as if nothing had happened.
 
-`make crash-test` runs it. After every fault the same command is given again; at the end weights, optimizer, averages and
-metrics (times aside) must equal those of an undisturbed run, byte for byte.
+`make crash-test` runs it. After every fault the same command is given again. At the end weights, optimizer state, EMA
+and metrics (times aside) must equal those of an undisturbed run, byte for byte.
 Where equality cannot be, the command must refuse in one sentence; then what was damaged is put back. A training that
 breaks is reported, and the next one begins.
 """
