@@ -7,8 +7,8 @@ import io
 
 import pytest
 from browser import contrast, embedded, fits, showing
-from test_html import everything
-from test_index import picture, write_run
+from tiny_pages import everything, picture
+from tiny_runs import write_run
 
 from anechoic.cli import verb
 from anechoic.pages.html import page, write_page

@@ -38,10 +38,10 @@ TINY = ["--model.options", "dim=16", "depth=2", "num_heads=2"]
 MAE = ["pocket_mae_digits", *TINY, "decoder_dim=16", "decoder_depth=1"]
 UVIT = ["pocket_uvit_digits_cond", *TINY]
 SETTINGS = [
-    *("--seed", "3", "--threads", "1", "--monitor.knn", "0", "--optim.ema", "0.99", "--optim.batch-size", str(BATCH)),
-    *("--optim.epochs", "None", "--optim.samples", str(STEPS * BATCH)),
-    # Reports, looks at held-out samples and checkpoints at points that do not coincide.
-    *("--monitor.report", str(7 * BATCH), "--monitor.every", str(25 * BATCH), "--save.every", str(6 * BATCH)),
+    *("--seed", "3", "--threads", "1", "--validation.knn", "0", "--optim.ema", "0.99"),
+    *("--optim.batch-size", str(BATCH), "--optim.epochs", "None", "--optim.samples", str(STEPS * BATCH)),
+    # Reports, validations and checkpoints at points that do not coincide.
+    *("--validation.report", str(7 * BATCH), "--validation.every", str(25 * BATCH), "--save.every", str(6 * BATCH)),
 ]
 FILES = ["--data.channels", "1", "--data.image-size", "8", "--data.holdout", "6"]
 IMAGES = 64

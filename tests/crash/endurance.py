@@ -83,7 +83,7 @@ def main() -> int:
         os.environ["ANECHOIC_CACHE"] = f"{work}/cache"
         folder, run = make_data(Path(work) / "data")["folder"], Path(work) / "run"
         settings = ["--optim.batch-size", str(BATCH), "--optim.epochs", "None", "--optim.samples", str(samples)]
-        settings += ["--optim.ema", "0.99", "--optim.accumulate", "2", "--monitor.knn", "0", "--data.source", folder]
+        settings += ["--optim.ema", "0.99", "--optim.accumulate", "2", "--validation.knn", "0", "--data.source", folder]
         settings += ["--devices", "2", "--data.workers", "2", *(["--fsdp"] if options.fsdp else [])]
         command = [sys.executable, "-m", "anechoic.cli.main", "train", *MAE, *FILES, *settings, "--out", str(run)]
         started = time.monotonic()

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the drivers start as scripts
+
 from processes import alive, descendants
 
 import anechoic.cli.main

@@ -13,14 +13,13 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from PIL import Image
-from zoo import make
+from tiny_pages import picture
+from tiny_runs import write_run
 
 import anechoic
 from anechoic.cli.main import main
 from anechoic.data import files, open_source
 from anechoic.data.pixel_cache import cache_dir
-from anechoic.data.preprocess import Preprocess
 from anechoic.errors import UserError
 from anechoic.eval import feature_cache
 from anechoic.eval.encoders import flat, open_encoder
@@ -31,26 +30,10 @@ from anechoic.index import collection as exploring
 from anechoic.index import index
 from anechoic.index.index import Searchable, nearest_others, open_index
 from anechoic.index.queries import resolve
-from anechoic.runtime.checkpoint import model_card, write_model
 from anechoic.storage.files import read_json, sealed, unsealed, write_json
 from anechoic.storage.safe_io import read_regular
 
 pytestmark = pytest.mark.slow
-
-
-def picture(seed, *, side=20):
-    """A smooth image that is nobody else's."""
-    values = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
-    return Image.fromarray(values).resize((side, side), Image.Resampling.BICUBIC)
-
-
-def write_run(path, *, seed=0):
-    model = make("mae", alpha_min=0.7)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
-    preprocess = Preprocess((0.5,) * 3, (0.25,) * 3, 16, 3)
-    return write_model(path, model.state_dict(), model_card(model, preprocess))
 
 
 @pytest.fixture

@@ -9,21 +9,16 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 from PIL import Image
+from tiny_pages import everything
 
-from anechoic.pages.charts import histogram, line_chart, round_ticks
+from anechoic.pages.charts import line_chart, round_ticks
 from anechoic.pages.html import (
     Html,
     Section,
     Sheet,
-    Thumbnail,
-    download,
     embedded,
-    figure,
-    grid,
-    note,
     page,
     plain,
-    point_map,
     table,
     write_page,
 )
@@ -64,27 +59,6 @@ def shape_of(html):
 
 def back(uri):
     return Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2])))
-
-
-def everything():
-    pixels = np.random.default_rng(0).integers(0, 256, (5, 20, 30, 3), dtype=np.uint8)
-    picture = thumbnail(pixels[0])
-    spot = point_map(
-        np.arange(10.0).reshape(5, 2),
-        names=[f"{i}.png" for i in range(5)],
-        groups=["a", "b"],
-        group=[0, 0, 1, 1, 1],
-        sheet=sheet(pixels),
-        caption="A map.",
-        neighbors=[[1], [0], [3], [2], [3]],
-    )
-    return [
-        Section("Numbers", ["Plain <text>.", table(["name", "x"], [["a", 1.5], ["b", None]], caption="Two rows")]),
-        Section("Pictures", [figure("One.", [picture]), grid([Thumbnail(picture, ("a", "0.5"), True)])]),
-        Section("A map", [spot, download("list.csv", ["name", "x"], [["a", 1]])]),
-        Section("Curves", [line_chart({"loss": ([1, 2, 3], [3.0, None, 1.0])}, title="Loss", xlabel="step")]),
-        Section("Words", [note("It went well.", kind="good"), histogram([0, 1, 2], [3, 4], title="Counts")]),
-    ]
 
 
 def test_a_page_is_whole_and_fetches_nothing():

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_loop import tiny_config
+from tiny_runs import tiny_config
 
 from anechoic.config import to_json
 from anechoic.data import Loader, open_source

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_loop import tiny_config, train_records
+from tiny_runs import tiny_config, train_records
 from torch import nn
 
 import anechoic

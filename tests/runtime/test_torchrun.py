@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 from processes import PATIENCE, alive, descendants, wait_until
-from test_loop import BATCH, tiny_config
+from tiny_runs import BATCH, tiny_config
 
 from anechoic.config import SaveConfig, to_json
 from anechoic.runtime import checkpoint

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_runs import cost_config
 
 from anechoic.cli.main import main
 from anechoic.cli.planning import budget_of
@@ -25,19 +26,6 @@ IN100, IN1K = 800 * 126_689, 800 * 1_281_167
 @pytest.fixture(scope="module")
 def mae():
     return passes_of(recipe("mae_in100"))
-
-
-def small(**options):
-    config = recipe("pocket_mae_scenes")
-    sizes = {"dim": 96, "depth": 4, "num_heads": 4, "decoder_dim": 64, "decoder_depth": 2, "decoder_num_heads": 4}
-    return replace(
-        config,
-        model=replace(config.model, options={**config.model.options, **sizes}),
-        optim=replace(config.optim, batch_size=256, samples=256, epochs=None),
-        precision="float32",
-        fused=False,
-        **options,
-    )
 
 
 # ---- plan
@@ -74,7 +62,7 @@ def test_operations_equal_those_counted_in_a_real_step() -> None:
     from anechoic.models import build_model
     from anechoic.training.build import model_options
 
-    config = small()
+    config = cost_config()
     model = build_model(config.model.name, **model_options(config)).train()
     images = torch.randn(8, config.data.channels, config.data.image_size, config.data.image_size)
     with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
@@ -89,13 +77,13 @@ def test_operations_equal_those_counted_in_a_real_step() -> None:
 MEASURE = """
 import pathlib, sys, torch
 sys.path.insert(0, {here!r})
-from test_cost import small
-from anechoic.models.layers import choose_path
+from tiny_runs import cost_config
+from anechoic.models.layers import set_block_options
 from anechoic.training.build import make_model
-config = small()
+config = cost_config()
 batch = {batch}
 model = make_model(config).train()
-choose_path(model, fused=False)
+set_block_options(model, fused=False)
 optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
 def peak():
     # Not ru_maxrss, which starts at what the parent had.
@@ -115,12 +103,12 @@ print((peak() - before) * 1024)
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 def test_memory_is_near_what_a_real_step_takes() -> None:
     batch = 192
-    code = MEASURE.format(here=str(Path(__file__).parent), batch=batch)
+    code = MEASURE.format(here=str(Path(__file__).parents[1]), batch=batch)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     measured = float(done.stdout.split()[-1])
-    config = small()
+    config = cost_config()
     parts = memory_by_part(config, passes_of(config), batch, gpus=1, fsdp=False)
     planned = parts["activations"] + parts["images"]
     # The backward pass holds gradients of activations too, and the allocator rounds up.

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 from processes import PATIENCE, Command, alive, descendants, parent_of, run_to_the_end, wait_until
-from test_loop import BATCH, tiny_config
-from test_resume import PARTS, TWO, command_for, start
+from tiny_runs import BATCH, PARTS, TWO, command_for, start, tiny_config
 
 from anechoic.config import SaveConfig
 from anechoic.data.loader import naming_killed_workers

@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from tiny_runs import BATCH, MODEL, tiny_config, train_records
 
 import anechoic
 from anechoic.config import (
@@ -44,36 +45,7 @@ from anechoic.training.objectives import make_objective
 
 pytestmark = pytest.mark.slow
 
-MODEL = {
-    "patch_size": 2,
-    "dim": 24,
-    "depth": 2,
-    "num_heads": 2,
-    "decoder_dim": 16,
-    "decoder_depth": 2,
-    "decoder_num_heads": 2,
-}
-BATCH = 32
 SMALL = {"dim": 24, "depth": 2, "num_heads": 2}
-
-
-def tiny_config(*, steps=30, **changes):
-    """A masked autoencoder on the embedded digits; a line of metrics for every update."""
-    config = Config(
-        data=DataConfig(source="digits", image_size=8, channels=1, holdout=64),
-        model=ModelConfig("mae_tiny_patch4", MODEL),
-        shortcut=ShortcutConfig(alpha_min=0.6),
-        optim=OptimConfig(batch_size=BATCH, samples=steps * BATCH, lr=2e-3, warmup=0.1),
-        validation=ValidationConfig(every=10 * BATCH, report=BATCH),
-        save=SaveConfig(every=10 * BATCH),
-        seed=7,
-        threads=1,
-    )
-    return replace(config, **changes)
-
-
-def train_records(path):
-    return [record for record in read_metrics(path) if record["kind"] == "train"]
 
 
 def reference_losses(steps, *, ema):
@@ -394,14 +366,14 @@ from functools import partial
 from pathlib import Path
 from anechoic.runtime import checkpoint
 from anechoic.training import loop as engine
-from anechoic.training.checkpointing import Keeper
-from test_loop import BATCH, tiny_config
+from anechoic.training.checkpointing import Checkpointer
+from tiny_runs import BATCH, tiny_config
 from anechoic.config import SaveConfig
 
 run, fault = Path(sys.argv[1]), sys.argv[2]
 run.mkdir()
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(run)], check=True)
-real, calls = Keeper.save, 0
+real, calls = Checkpointer.save, 0
 
 def save(keeper, **values):
     # The second save meets the fault; before the third one it is put right.
@@ -428,7 +400,7 @@ def save(keeper, **values):
         if calls == 2:
             print("intact:", checkpoint.latest(folder)[1]["seen"], flush=True)
 
-Keeper.save = save
+Checkpointer.save = save
 engine.fit(tiny_config(steps=15, save=SaveConfig(every=5 * BATCH)), run)
 print("calls:", calls)
 for name in ("metrics.jsonl", "model/model.safetensors"):
@@ -445,7 +417,8 @@ def test_a_disk_that_refuses_does_not_end_the_run(tmp_path, fault):
     )
     if allowed.returncode:
         pytest.skip("this system does not let a test mount a file system of its own")
-    code = [sys.executable, "-c", FAULT, str(tmp_path / "run"), fault, os.path.dirname(__file__), str(tmp_path)]
+    tests = os.path.dirname(os.path.dirname(__file__))
+    code = [sys.executable, "-c", FAULT, str(tmp_path / "run"), fault, tests, str(tmp_path)]
     done = subprocess.run([*namespace, *code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "intact: 160" in done.stdout

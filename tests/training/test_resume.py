@@ -6,47 +6,14 @@ import signal
 import time
 
 import pytest
-from processes import Command, alive, descendants, run_to_the_end, wait_until
+from processes import alive, descendants, run_to_the_end, wait_until
+from tiny_runs import DENOISER, MASKED, ORTHOGONAL, PARTS, PLAIN, TWO, command_for, start
 
 from anechoic.runtime import checkpoint
 from anechoic.runtime.run import CLOCK_FIELDS, read_metrics
 from anechoic.storage.files import read_json
 
 pytestmark = pytest.mark.slow
-
-STEPS, BATCH = 120, 16
-MASKED = (
-    "pocket_mae_digits",
-    "--model.options",
-    "dim=16",
-    "depth=2",
-    "num_heads=2",
-    "decoder_dim=16",
-    "decoder_depth=1",
-)
-ORTHOGONAL = (*MASKED, "--optim.algorithm", "muon")
-DENOISER = ("pocket_uvit_digits_cond", "--model.options", "dim=16", "depth=2", "num_heads=2")
-SETTINGS = [
-    *("--seed", "3"),
-    *("--optim.batch-size", str(BATCH), "--optim.epochs", "None", "--optim.samples", str(STEPS * BATCH)),
-    *("--optim.ema", "0.99", "--threads", "1", "--monitor.knn", "0"),
-    # Reports, looks and checkpoints at points that do not coincide.
-    *("--monitor.report", str(7 * BATCH), "--monitor.every", str(50 * BATCH), "--save.every", str(12 * BATCH)),
-]
-
-
-def command_for(more, *, recipe=MASKED):
-    return ["train", *recipe, *SETTINGS, *more]
-
-
-def start(command, out):
-    """The command as soon as it has saved for the first time."""
-    process = Command([*command, "--out", str(out)])
-    wait_until(
-        lambda: process.returncode is not None or checkpoint.checkpoints(out / "checkpoints"),
-        f"{out} has a checkpoint",
-    )
-    return process
 
 
 def assert_equal_runs(a, b):
@@ -60,11 +27,6 @@ def assert_equal_runs(a, b):
     lines = [[{k: v for k, v in r.items() if k not in CLOCK_FIELDS} for r in read_metrics(run)] for run in (a, b)]
     assert lines[0] == lines[1]
     assert [r["seen"] for r in lines[0] if r["kind"] == "train"] == [*range(112, 1920, 112), 1920]
-
-
-PLAIN: tuple[str, ...] = ()
-PARTS = ("--optim.accumulate", "2", "--data.workers", "2")
-TWO = ("--devices", "2", "--optim.accumulate", "2", "--data.workers", "1")
 
 
 @pytest.fixture(scope="module")
