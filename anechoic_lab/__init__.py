@@ -1,1 +1,1 @@
-"""The paper's tables and figures and the map: grids, trials, records, statistics and pages."""
+"""What produced our numbers: the grids of the paper and of our studies, their records and pages, and the benchmarks."""

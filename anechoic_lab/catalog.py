@@ -6,15 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from anechoic.errors import UserError, nearest_name
-from anechoic_lab import anatomy, crossover, full, pocket
-from anechoic_lab import cifar_length as natural
-from anechoic_lab import emoji_styles as hands
-from anechoic_lab import muon_lr as settings
 from anechoic_lab.grids import Grid, Variant
+from anechoic_lab.paper import full, pocket
+from anechoic_lab.studies import anatomy, cifar_length, crossover, emoji_styles, muon_lr
 
 # Scale -> the modules whose GRIDS and GROUPS it has.
 SCALES: dict[str, tuple[Any, ...]] = {
-    "pocket": (pocket, crossover, hands, natural, settings, anatomy),
+    "pocket": (pocket, crossover, emoji_styles, cifar_length, muon_lr, anatomy),
     "full": (full,),
 }
 

@@ -6,10 +6,9 @@ import numpy as np
 
 from anechoic.sweeps.evaluation import BRANCH_RANKS, COMPONENT_SHARES, packed
 from anechoic_lab import catalog
-from anechoic_lab import cifar_length as natural
-from anechoic_lab import emoji_styles as hands
-from anechoic_lab.pages import write_page
-from anechoic_lab.statistics import Records
+from anechoic_lab.records.pages import write_page
+from anechoic_lab.records.statistics import Records
+from anechoic_lab.studies import cifar_length, emoji_styles
 
 POCKET_GRIDS = {grid.name: grid for grid in catalog.choose("all", "pocket")}
 
@@ -21,8 +20,8 @@ def fake_metrics(rng):
     """Everything any page asks for, random."""
     keys = [f"{kind}_{token}" for kind in ("knn", "knn_standardized") for token in ("mean", "class")]
     plain = [
-        *natural.MEASURES,
-        *(key for key in hands.MEASURES if "." not in key),
+        *cifar_length.MEASURES,
+        *(key for key in emoji_styles.MEASURES if "." not in key),
         "probe",
         "frechet",
         "precision",

@@ -130,8 +130,8 @@ def reproduce(
     root = results if scale == "pocket" else results / "full"
     if report is not None:
         from anechoic.storage.files import make_folder
-        from anechoic_lab.pages import has_records, write_index, write_page
-        from anechoic_lab.tally import write_tally
+        from anechoic_lab.records.pages import has_records, write_index, write_page
+        from anechoic_lab.records.tally import write_tally
 
         make_folder(report)
         at = "" if scale == "pocket" else f" --scale {scale}"
@@ -155,8 +155,8 @@ def reproduced(
     """Each grid in turn: its missing trials, then its table."""
     from anechoic.sweeps.sweep import Folders
     from anechoic_lab import catalog
-    from anechoic_lab.markdown_tables import difference_table, measured_table
-    from anechoic_lab.statistics import Records
+    from anechoic_lab.records.markdown_tables import difference_table, measured_table
+    from anechoic_lab.records.statistics import Records
 
     texts: list[str] = []
     metrics: dict[str, Any] = {}
@@ -185,7 +185,7 @@ def verified(path: Path, runs: Path, root: Path) -> Outcome:
 
     from anechoic.storage.files import make_folder
     from anechoic.sweeps.trial import read_record, run_trial, trial_from_json
-    from anechoic_lab.verify import compare, verdict_text
+    from anechoic_lab.records.verify import compare, verdict_text
 
     record = read_record(path)
     trial = trial_from_json(record)
@@ -245,7 +245,7 @@ def planned(trials: Sequence[Trial], folders: Folders, jobs: int | None, *, acce
     """The trials with their estimated time, and which are done."""
     from anechoic.sweeps.sweep import cores_for, duration, estimates, training_flops
     from anechoic.sweeps.trial import finished
-    from anechoic_lab.markdown_tables import line
+    from anechoic_lab.records.markdown_tables import line
 
     seconds = estimates(trials, folders) if not accelerator else {}
     rows, left = [], 0.0
@@ -289,8 +289,8 @@ def check_source(source: str, root: Path) -> None:
 
 def summary(trials: Sequence[Trial], folders: Folders) -> str:
     """One line per variant: the mean over seeds of every plain number, with its interval."""
-    from anechoic_lab.markdown_tables import line
-    from anechoic_lab.statistics import Records
+    from anechoic_lab.records.markdown_tables import line
+    from anechoic_lab.records.statistics import Records
 
     records = Records(folders.records)
     variants = list(dict.fromkeys(trial.variant for trial in trials))

@@ -189,7 +189,7 @@ def test_flat_tokens_keep_the_layout(tiny):
 
 def test_a_record_keeps_retrieval_of_every_layer_and_what_stands_beside_it(tmp_path):
     from anechoic.sweeps.trial import Trial, run_trial, trial_from_json
-    from anechoic_lab.emoji_styles import EVALUATION, emoji
+    from anechoic_lab.studies.emoji_styles import EVALUATION, emoji
 
     config = emoji(0.6, lr=8e-3, samples=256)
     small = {"dim": 24, "depth": 2, "num_heads": 2, "decoder_dim": 16, "decoder_depth": 1, "decoder_num_heads": 2}

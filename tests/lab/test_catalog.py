@@ -15,8 +15,10 @@ from anechoic.storage.files import write_json
 from anechoic.sweeps.sweep import Folders, vary
 from anechoic.sweeps.trial import EvalPlan, is_file
 from anechoic.training.build import check
-from anechoic_lab import catalog, crossover, full, pocket
-from anechoic_lab.map_pages import baseline_of
+from anechoic_lab import catalog
+from anechoic_lab.paper import full, pocket
+from anechoic_lab.records.map_pages import baseline_of
+from anechoic_lab.studies import crossover
 
 pytestmark = pytest.mark.slow
 

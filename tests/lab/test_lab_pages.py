@@ -9,11 +9,11 @@ from constructed_records import POCKET_GRIDS, SEEDS, fill, page, pictures_of, ta
 
 import anechoic
 from anechoic.sweeps.evaluation import packed, unpacked
-from anechoic_lab import emoji_styles as hands
-from anechoic_lab import full, pocket
-from anechoic_lab.markdown_tables import difference_table, measured_table, signed
-from anechoic_lab.pages import write_index
-from anechoic_lab.statistics import Records, estimate
+from anechoic_lab.paper import full, pocket
+from anechoic_lab.records.markdown_tables import difference_table, measured_table, signed
+from anechoic_lab.records.pages import write_index
+from anechoic_lab.records.statistics import Records, estimate
+from anechoic_lab.studies import emoji_styles
 
 pytestmark = pytest.mark.slow
 
@@ -137,7 +137,7 @@ def test_the_smallest_loss_of_each_search_is_bold(tmp_path):
     for search in {label.rpartition(", peak")[0] for label in losses}:
         least = min((loss, label) for label, loss in losses.items() if label.startswith(search))
         assert f"| {least[1]} | **{least[0]:.4f}** | 1 |" in text
-    assert text.count("**") == 2 * len(hands.RATES)
+    assert text.count("**") == 2 * len(emoji_styles.RATES)
 
 
 @pytest.mark.usefixtures("unrendered")

@@ -5,10 +5,9 @@ import pytest
 from constructed_records import page, tables_of, with_probes, write_record
 
 from anechoic.pages import figures
-from anechoic_lab import cifar_length as natural
-from anechoic_lab import crossover
-from anechoic_lab.map_pages import onset_words
-from anechoic_lab.statistics import Records, estimate, paired_over_time
+from anechoic_lab.records.map_pages import onset_words
+from anechoic_lab.records.statistics import Records, estimate, paired_over_time
+from anechoic_lab.studies import cifar_length, crossover
 
 
 @pytest.mark.usefixtures("unrendered")
@@ -34,8 +33,8 @@ def test_each_length_is_compared_with_its_own_baseline_and_drawn_over_its_sample
             f"muon-{length}-alpha1": [value, value + 1],
             f"muon-{length}-alpha0.6": [value + lead, value + 1 + lead],
         }
-        with_probes(tmp_path, natural.LENGTH, pairs)
-    differences, measured = tables_of(page(natural.LENGTH, tmp_path, tmp_path / "out"))
+        with_probes(tmp_path, cifar_length.LENGTH, pairs)
+    differences, measured = tables_of(page(cifar_length.LENGTH, tmp_path, tmp_path / "out"))
     assert [row[:2] for row in measured[2:4]] == [
         ["Muon, alpha_min 0.6, 96,000 samples", "31.50 ± 6.35"],
         ["its residual baseline", "30.50 ± 6.35"],
@@ -51,7 +50,7 @@ def test_each_length_is_compared_with_its_own_baseline_and_drawn_over_its_sample
 def test_a_page_over_length_has_the_seeds_of_other_groups_and_lends_their_spread_to_single_ones(tmp_path, monkeypatch):
     drawn = {}
     monkeypatch.setattr(figures, "draw_estimates", lambda curves, path, **options: drawn.update(curves))
-    grid = natural.LENGTH
+    grid = cifar_length.LENGTH
     leads = {
         ("natural", "96k"): {10: 1.0, 11: 3.0},
         ("natural-probe", "96k"): {20: 5.0},

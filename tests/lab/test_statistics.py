@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from anechoic.pages.estimates import estimates_with_shared_spread
-from anechoic_lab.statistics import (
+from anechoic_lab.records.statistics import (
     Estimate,
     Records,
     crossover,

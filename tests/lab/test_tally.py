@@ -2,8 +2,8 @@
 
 from constructed_records import tables_of, write_record
 
-from anechoic_lab import pocket
-from anechoic_lab.tally import write_tally
+from anechoic_lab.paper import pocket
+from anechoic_lab.records.tally import write_tally
 
 
 def pair_metrics(accuracy):

@@ -27,7 +27,7 @@ from anechoic.errors import UserError
 from anechoic.storage.files import read_json, write_json
 from anechoic.sweeps import evaluation
 from anechoic.sweeps.trial import EvalPlan, Trial, is_file, localized, located, rounded, run_trial, trial_from_json
-from anechoic_lab.verify import compare, numbers, verdict_text
+from anechoic_lab.records.verify import compare, numbers, verdict_text
 
 pytestmark = pytest.mark.slow
 

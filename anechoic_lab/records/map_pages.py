@@ -14,8 +14,8 @@ from pathlib import Path
 from anechoic.pages import figures
 from anechoic.pages.estimates import ENOUGH, estimates_with_shared_spread
 from anechoic_lab.grids import Grid, Row
-from anechoic_lab.markdown_tables import difference_table, line, measured_table, signed
-from anechoic_lab.statistics import (
+from anechoic_lab.records.markdown_tables import difference_table, line, measured_table, signed
+from anechoic_lab.records.statistics import (
     Estimate,
     Records,
     crossover,

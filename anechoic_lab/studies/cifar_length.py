@@ -14,8 +14,8 @@ from anechoic.config import Algorithm, Config
 from anechoic.recipes.pretrain import pretrain_config
 from anechoic.sweeps.trial import EvalPlan
 from anechoic_lab.grids import KNN_PANELS, Grid, Row, Variant
-from anechoic_lab.lr_search import FIRST_FRESH_SEED, WORDS, Rates, rate_search
-from anechoic_lab.pocket import PROBES, TEST, TRAIN, mae
+from anechoic_lab.paper.pocket import PROBES, TEST, TRAIN, mae
+from anechoic_lab.studies.lr_search import FIRST_FRESH_SEED, WORDS, Rates, rate_search
 
 SAMPLES = 96_000
 LONG = (512_000, 2_048_000)

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from anechoic.pages.estimates import ENOUGH
 from anechoic_lab.grids import Grid
-from anechoic_lab.map_pages import baseline_of
-from anechoic_lab.markdown_tables import line, signed
-from anechoic_lab.statistics import Estimate, Records
+from anechoic_lab.records.map_pages import baseline_of
+from anechoic_lab.records.markdown_tables import line, signed
+from anechoic_lab.records.statistics import Estimate, Records
 
 SEARCHED = ("table2", "table3b", "long-blocks", "early", "search", "axes", "remedies")
 MEASURES = {

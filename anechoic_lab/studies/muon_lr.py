@@ -12,7 +12,7 @@ from typing import Any
 from anechoic.config import Config
 from anechoic.sweeps.trial import EvalPlan
 from anechoic_lab.grids import Grid, Row, Variant
-from anechoic_lab.pocket import mae
+from anechoic_lab.paper.pocket import mae
 
 SAMPLES = 32_000
 RATES = (2e-3, 4e-3, 8e-3, 16e-3, 32e-3)

@@ -14,10 +14,10 @@ import numpy as np
 from anechoic.eval.metrics.analysis import pearson
 from anechoic.pages import figures
 from anechoic_lab.grids import Grid
-from anechoic_lab.map_pages import anatomy_body, axes_body, length_body, lengths_body
-from anechoic_lab.markdown_tables import agreement, difference_table, line, measured_table, signed
-from anechoic_lab.pocket import SHOWN
-from anechoic_lab.statistics import Estimate, Records, dig, estimate, over_time, verdict
+from anechoic_lab.paper.pocket import SHOWN
+from anechoic_lab.records.map_pages import anatomy_body, axes_body, length_body, lengths_body
+from anechoic_lab.records.markdown_tables import agreement, difference_table, line, measured_table, signed
+from anechoic_lab.records.statistics import Estimate, Records, dig, estimate, over_time, verdict
 
 
 def write_page(grid: Grid, results: Path, out: Path, *, command: str) -> Path:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from anechoic_lab.cifar_length import BEST, EVALUATION, SAMPLES, photographs
 from anechoic_lab.grids import Grid, Row, Variant
-from anechoic_lab.lr_search import WORDS
+from anechoic_lab.studies.cifar_length import BEST, EVALUATION, SAMPLES, photographs
+from anechoic_lab.studies.lr_search import WORDS
 
 ARMS = {f"{algorithm}-alpha{alpha:g}": (algorithm, alpha) for algorithm in WORDS for alpha in (1.0, 0.6)}
 

@@ -14,8 +14,8 @@ from dataclasses import replace
 from anechoic.config import Algorithm, Config
 from anechoic.sweeps.trial import EvalPlan
 from anechoic_lab.grids import Grid, Row, Variant
-from anechoic_lab.lr_search import FIRST_FRESH_SEED, WORDS, Rates, rate_search
-from anechoic_lab.pocket import mae
+from anechoic_lab.paper.pocket import mae
+from anechoic_lab.studies.lr_search import FIRST_FRESH_SEED, WORDS, Rates, rate_search
 
 SAMPLES = 96_000
 SEARCH_SAMPLES = 32_000

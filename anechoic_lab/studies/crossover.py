@@ -12,7 +12,7 @@ from typing import Any
 from anechoic.shortcut import KEPT, alpha_min_for, effective_decay, linear
 from anechoic.sweeps.trial import EvalPlan
 from anechoic_lab.grids import Grid, Row, Variant
-from anechoic_lab.pocket import EVALUATION, MAP_SAMPLES, PAIR, PROBES, TEST, TRAIN, mae
+from anechoic_lab.paper.pocket import EVALUATION, MAP_SAMPLES, PAIR, PROBES, TEST, TRAIN, mae
 
 # ---- one thing changed
 

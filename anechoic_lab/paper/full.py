@@ -13,9 +13,9 @@ from typing import Any
 from anechoic.config import Config
 from anechoic.recipes import recipe
 from anechoic.sweeps.trial import EvalPlan
-from anechoic_lab import pocket
 from anechoic_lab.grids import Grid, Row, Variant
-from anechoic_lab.pocket import (
+from anechoic_lab.paper import pocket
+from anechoic_lab.paper.pocket import (
     ALPHAS,
     FIG5,
     FIG7,

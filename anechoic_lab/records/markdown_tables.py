@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from anechoic_lab.grids import Grid
-from anechoic_lab.statistics import Estimate, Records, order_agreement, verdict
+from anechoic_lab.records.statistics import Estimate, Records, order_agreement, verdict
 
 
 def measured_table(grid: Grid, records: Records) -> list[str]:
