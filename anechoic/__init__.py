@@ -21,6 +21,8 @@ _HOME = {
     "shortcuts": "surgery",
     "decay": "surgery",
     "fold": "surgery",
+    "param_groups": "surgery",
+    "clip_grad_norm": "surgery",
     "build_model": "models",
     "load": "eval.embedding",
     "effective_rank": "eval.metrics.analysis",

@@ -28,14 +28,15 @@ EPS = 1e-7
 def orthogonalize(matrices: Tensor) -> Tensor:
     """(n, rows, columns) -> about U V^T of each one's singular value decomposition U S V^T.
 
-    In float32 on processors, where bfloat16 is often emulated, and in bfloat16 on accelerators.
+    On CPUs, where bfloat16 is often emulated, in float32 or the matrices' own float64; elsewhere in bfloat16.
     """
-    dtype = torch.float32 if matrices.device.type == "cpu" else torch.bfloat16
+    on_cpu = matrices.device.type == "cpu"
+    dtype = torch.promote_types(matrices.dtype, torch.float32) if on_cpu else torch.bfloat16
     x = matrices.to(dtype)
     tall = x.shape[1] > x.shape[2]
     x = x.mT.contiguous() if tall else x
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=EPS)
-    by_gram = dtype == torch.float32 and x.shape[2] >= GRAM_RATIO * x.shape[1]
+    by_gram = on_cpu and x.shape[2] >= GRAM_RATIO * x.shape[1]
     x = _iterate_gram(x) if by_gram else _iterate(x)
     return (x.mT if tall else x).to(matrices.dtype)
 
