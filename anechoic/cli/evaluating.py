@@ -223,7 +223,7 @@ def noisy_evaluation(
     from anechoic.eval.denoisers import open_noisy
     from anechoic.eval.eval_data import open_eval_data
     from anechoic.eval.evaluator import Evaluator
-    from anechoic.eval.feature_cache import pick_device
+    from anechoic.runtime.devices import pick_device
 
     denoiser = open_noisy(run, device=pick_device(device))
     eval_data = open_eval_data(train, test, holdout=holdout, seed=spec.seed, channels=denoiser.channels)

@@ -127,8 +127,8 @@ def frechet(
     import warnings
 
     from anechoic.eval.extractors import extractor_named
-    from anechoic.eval.feature_cache import pick_device
     from anechoic.eval.frechet import check_statistics_file, compare, save_statistics
+    from anechoic.runtime.devices import pick_device
 
     started = time.perf_counter()
     if batch_size < 1 or (num is not None and num < 2):
@@ -256,7 +256,7 @@ def encode_latents(
     from tqdm.auto import tqdm
 
     from anechoic.data import open_source
-    from anechoic.data.latents import load_vae, write_latents
+    from anechoic.diffusion.vae import load_vae, write_latents
     from anechoic.runtime.devices import current_device
 
     started = time.perf_counter()

@@ -243,8 +243,9 @@ def with_samples(config: Any, root: Path) -> Any:
 
 def planned(trials: Sequence[Trial], folders: Folders, jobs: int | None, *, accelerator: bool = False) -> Outcome:
     """The trials with their estimated time, and which are done."""
-    from anechoic.sweeps.sweep import cores_for, duration, estimates, training_flops
+    from anechoic.sweeps.sweep import cores_for, duration, estimates
     from anechoic.sweeps.trial import finished
+    from anechoic.training.cost import training_flops
     from anechoic_lab.records.markdown_tables import line
 
     seconds = estimates(trials, folders) if not accelerator else {}

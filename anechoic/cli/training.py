@@ -126,7 +126,7 @@ def introduction(config: Config, *, size: int, sized: bool) -> list[str]:
     """What is trained, why this model, and how long it will take. sized: the model was chosen here."""
     from anechoic.pages.tables import duration
     from anechoic.runtime.devices import accelerators
-    from anechoic.training.estimate import seconds_per_image
+    from anechoic.training.cost import seconds_per_image
 
     held_out = default_holdout(size) if config.data.holdout is None else config.data.holdout
     samples = budget(config.optim, max(config.optim.batch_size, size - held_out))

@@ -261,6 +261,9 @@ RENAMED = {
     "optim": {"decayed": "weight_decay_on"},
 }
 
+# Recipes on latents had this std in version 0.1, although latents were never divided by it.
+OLD_LATENTS_STD = [1 / 255] * 4
+
 
 def from_json(values: Mapping[str, Any]) -> Config:
     values = {RENAMED[""].get(name, name): value for name, value in values.items()}
@@ -269,8 +272,11 @@ def from_json(values: Mapping[str, Any]) -> Config:
             values[section] = {RENAMED[section].get(name, name): value for name, value in values[section].items()}
     if "unfused" in values:
         values["fused"] = not values.pop("unfused")
-    if isinstance(values.get("data"), Mapping) and values["data"].get("augment") == "centre":
-        values["data"] = {**values["data"], "augment": "center"}
+    data = values.get("data")
+    if isinstance(data, Mapping):
+        values["data"] = {**data, **({"augment": "center"} if data.get("augment") == "centre" else {})}
+        if data.get("std") == OLD_LATENTS_STD:
+            values["data"]["std"] = [1.0] * 4
     return from_mapping(Config, values)
 
 

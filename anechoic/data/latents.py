@@ -1,9 +1,6 @@
-"""Latents of a frozen KL autoencoder: encoded once to moments on disk, drawn afresh at each visit, decoded to images.
+"""Latents on disk as a data source: moments of every image and its mirror image, sampled again at each visit.
 
-The autoencoder is diffusers' `AutoencoderKL`, from a folder or the hub; nothing here trains it or the denoiser. The
-cache holds the moments (mean, log variance) of every image and of its mirror image, and the factor that scales them.
-Latent experiments of Table 4; Rombach et al. 2022.
-
+diffusion/vae.py writes them. Latent experiments of Table 4; Rombach et al. 2022.
 B batch, C channels of a latent, h and w its height and width.
 """
 
@@ -11,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,93 +18,19 @@ import torch
 from torch import Tensor
 
 from anechoic.data.arrays import numpy_damage
-from anechoic.data.preprocess import Preprocess
-from anechoic.data.source import BadImage, Source, check_labels, digest
+from anechoic.data.source import Source, check_labels, digest
 from anechoic.errors import UserError
 from anechoic.rng import SampleGenerator
-from anechoic.storage.files import write_aside
-from anechoic.storage.fingerprint import hash_tensors
-from anechoic.storage.safe_io import of_kind, read_table, refuse_giants, refuse_odd_files, refuse_unbacked
+from anechoic.storage.safe_io import of_kind, read_table
 
 FORMAT = "anechoic-latents-1"
 CARD, MOMENTS, LABELS = "latents.json", "moments.f32", "labels.npy"
-
-
-# ---- the autoencoder ------------------------------------------------------------------------------------------------
-
-
-def load_vae(name: str, *, device: torch.device | str = "cpu") -> Any:
-    """A frozen `AutoencoderKL` from a local folder, else from the hub."""
-    try:
-        from diffusers import AutoencoderKL
-    except (ImportError, RuntimeError) as error:
-        raise UserError(f'latents need diffusers ({first_line(error)}): pip install "anechoic[diffusion]".') from error
-    local = Path(name).exists()
-    if local:
-        refuse_other_folder(Path(name))
-    try:
-        if local:
-            with torch.device("meta"):
-                skeleton = AutoencoderKL.from_config(AutoencoderKL.load_config(name, local_files_only=True))
-            count = sum(parameter.numel() for parameter in skeleton.parameters())
-            refuse_unbacked(count, Path(name), where=name)
-        vae, told = AutoencoderKL.from_pretrained(name, local_files_only=local, output_loading_info=True)
-    except UserError:
-        raise
-    # diffusers meets damaged folders with almost any exception.
-    except Exception as error:
-        remedy = "save it again" if local else "check the name, or give a local folder"
-        raise UserError(f"no autoencoder could be loaded from {name} ({first_line(error)}); {remedy}.") from error
-    lost = [*told["missing_keys"], *told["mismatched_keys"]]
-    if lost:
-        raise UserError(f"the weights in {name} do not fit its config.json ({lost[0]} and {len(lost) - 1} more).")
-    return vae.eval().requires_grad_(False).to(device)
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0].rstrip(".") or type(error).__name__
-
-
-def refuse_other_folder(path: Path) -> None:
-    """A folder of AutoencoderKL says so in its config.json."""
-    card = path / "config.json"
-    kind = None
-    if card.is_file():
-        refuse_odd_files(path)
-        settings = read_table(card)
-        kind = settings.get("_class_name")
-        refuse_giants(settings, where=str(card))
-    if kind != "AutoencoderKL":
-        found = f"its config.json names {kind}" if kind else "it has no config.json that names one"
-        raise UserError(
-            f"{path} is not the folder of an AutoencoderKL ({found}); give one written by its save_pretrained."
-        )
-
-
-def downscaling(vae: Any) -> int:
-    """How many pixels of an image's side make one place of a latent."""
-    return 2 ** (len(vae.config.block_out_channels) - 1)
-
-
-@torch.inference_mode()
-def encode_moments(vae: Any, images: Tensor) -> Tensor:
-    """Images (B, C, H, W) in -1..1 -> moments (B, 2 C, h, w): means, then log variances."""
-    return vae.encode(images).latent_dist.parameters
-
-
-@torch.inference_mode()
-def decode(vae: Any, latents: Tensor, *, scale: float) -> Tensor:
-    """Scaled latents (B, C, h, w) -> images (B, 3, H, W) in -1..1."""
-    return vae.decode(latents / scale).sample
 
 
 def draw_latents(moments: Tensor, noise: Tensor, *, scale: float) -> Tensor:
     """Moments (B, 2 C, h, w) -> z = (mean + exp(logvar / 2) * noise) * scale (B, C, h, w), logvar within -30..20."""
     mean, log_variance = moments.chunk(2, dim=1)
     return (mean + torch.exp(0.5 * log_variance.clamp(-30, 20)) * noise) * scale
-
-
-# ---- images for it --------------------------------------------------------------------------------------------------
 
 
 def crop_square(image: Tensor, size: int) -> Tensor:
@@ -128,12 +51,27 @@ def crop_square(image: Tensor, size: int) -> Tensor:
     return torch.from_numpy(pixels.copy()).view(size, size, -1).permute(2, 0, 1)
 
 
-# ---- the cache ------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class LatentSpace:
+    """Which autoencoder latents come from and the factor they are multiplied by; a model's card keeps it."""
+
+    scale: float
+    vae: str
+    vae_hash: str
+    image_size: int
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], *, where: str) -> LatentSpace:
+        scale = float(of_kind(values, "scale", (int, float), where=where))
+        if not (math.isfinite(scale) and scale > 0):
+            raise UserError(f"{where} has scale = {scale}, which must be positive; encode the latents again.")
+        vae, vae_hash = (of_kind(values, name, str, where=where) for name in ("vae", "vae_hash"))
+        return cls(scale, vae, vae_hash, of_kind(values, "image_size", int, where=where))
 
 
 @dataclass(frozen=True)
 class LatentCard:
-    """What is known of a cache: which autoencoder, which images, and the factor latents are multiplied by."""
+    """`latents.json`: the latent space, the shape of the moments, and which images were encoded."""
 
     scale: float
     vae: str
@@ -146,70 +84,9 @@ class LatentCard:
     classes: tuple[str, ...] | None = None
     format: str = FORMAT
 
-
-def write_latents(
-    source: Source,
-    out: Path,
-    *,
-    vae: Any,
-    vae_name: str,
-    image_size: int,
-    scale: float | None = None,
-    batch_size: int = 16,
-    progress: Callable[[int], Any] = lambda count: None,
-) -> LatentCard:
-    """Encode every readable image and its mirror image to OUT, which appears whole or not at all.
-
-    scale None takes the autoencoder's own factor.
-    """
-    factor = downscaling(vae)
-    if image_size < factor or image_size % factor:
-        raise UserError(f"this autoencoder reduces sides {factor}-fold: choose --image-size as a multiple of {factor}.")
-    if out.exists():
-        raise UserError(f"{out} exists already; choose another directory for the latents, or remove it first.")
-    kept: list[int] = []
-    with write_aside(out, folder=True) as temporary:
-        with open(temporary / MOMENTS, "wb") as file:
-            for start in range(0, len(source), batch_size):
-                indices = range(start, min(start + batch_size, len(source)))
-                found = source.read_many(indices)
-                source.note_skipped((bad.name, bad.reason) for bad in found if isinstance(bad, BadImage))
-                good = {
-                    i: crop_square(image, image_size)
-                    for i, image in zip(indices, found, strict=True)
-                    if isinstance(image, Tensor)
-                }
-                if good:
-                    file.write(mirrored_moments(vae, torch.stack(list(good.values()))).tobytes())
-                kept += good
-                progress(len(indices))
-        if source.labels is not None:
-            np.save(temporary / LABELS, np.asarray(source.labels, dtype=np.int64)[kept])
-        side = image_size // factor
-        card = LatentCard(
-            scale=float(vae.config.scaling_factor if scale is None else scale),
-            vae=vae_name,
-            vae_hash=hash_tensors(vae.state_dict()),
-            image_size=image_size,
-            shape=(len(kept), 2, 2 * vae.config.latent_channels, side, side),
-            source=source.fingerprint,
-            classes=source.classes,
-        )
-        (temporary / CARD).write_text(json.dumps(asdict(card), indent=2) + "\n")
-    return card
-
-
-def mirrored_moments(vae: Any, images: Tensor) -> np.ndarray:
-    """uint8 images (B, 3, H, W) -> float32 (B, 2, 2 C, h, w): moments of each image and of its mirror image."""
-    x = autoencoder_preprocess(vae, images.shape[-1]).apply(images.to(next(vae.parameters()).device))
-    both = torch.stack([encode_moments(vae, x), encode_moments(vae, x.flip(-1))], dim=1)
-    return both.to(torch.float32).numpy(force=True)
-
-
-def autoencoder_preprocess(vae: Any, image_size: int) -> Preprocess:
-    """An autoencoder takes images in -1 .. 1."""
-    channels = int(vae.config.in_channels)
-    return Preprocess((0.5,) * channels, (0.5,) * channels, image_size, channels)
+    @property
+    def space(self) -> LatentSpace:
+        return LatentSpace(self.scale, self.vae, self.vae_hash, self.image_size)
 
 
 def is_latents(path: str | Path) -> bool:
@@ -226,21 +103,19 @@ def read_card(path: str | Path) -> LatentCard:
     shape, classes = of_kind(values, "shape", list, where=where), values.get("classes")
     right = len(shape) == 5 and all(isinstance(size, int) and 0 < size < 1 << 40 for size in shape)
     if not right or shape[1] != 2 or shape[2] % 2:
-        raise UserError(f"{where} says shape = {shape!r:.80}, which is not (images, 2, 2 C, h, w); encode them again.")
+        raise UserError(f"{where} has shape = {shape!r:.80}, which is not (images, 2, 2 C, h, w); encode them again.")
     if classes is not None and not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):
-        raise UserError(f"{where} says classes = {classes!r:.60}, which are no names; encode the latents again.")
-    scale = float(of_kind(values, "scale", (int, float), where=where))
-    if not (math.isfinite(scale) and scale > 0):
-        raise UserError(f"{where} says scale = {scale}, which no latents were multiplied by; encode them again.")
-    texts = {name: of_kind(values, name, str, where=where) for name in ("vae", "vae_hash", "source")}
-    size = of_kind(values, "image_size", int, where=where)
+        raise UserError(f"{where} has classes = {classes!r:.60}, which are not names; encode the latents again.")
     return LatentCard(
-        scale=scale, image_size=size, shape=tuple(shape), classes=tuple(classes) if classes else None, **texts
+        **asdict(LatentSpace.from_json(values, where=where)),
+        source=of_kind(values, "source", str, where=where),
+        shape=tuple(shape),
+        classes=tuple(classes) if classes else None,
     )
 
 
 class Latents(Source):
-    """A cache on disk, memory-mapped, as a source of moments. Sample i is image i // 2, mirrored if i is odd."""
+    """Moments on disk, memory-mapped. Sample i is image i // 2, mirrored if i is odd."""
 
     resident = True
     group_size = 2
@@ -273,7 +148,7 @@ class Latents(Source):
         return np.memmap(self.path / MOMENTS, dtype=np.float32, mode="r", shape=self.card.shape)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker process maps the file again instead of receiving a copy.
+        # A worker maps the file again instead of receiving a copy.
         return {**self.__dict__, "moments": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -293,7 +168,7 @@ class Latents(Source):
 
 @dataclass(frozen=True)
 class DrawLatents:
-    """Stands where images have their augmentation: moments become scaled latents, new at each visit of a sample."""
+    """The transform of latents: moments become scaled latents, drawn again at each visit of a sample."""
 
     scale: float
 
@@ -304,15 +179,3 @@ class DrawLatents:
         if (height, width) != (image_size, image_size):
             raise UserError(f"These latents are {height} x {width}: set the image size to {height}, not {image_size}.")
         return draw_latents(stacked, generator.normal("latent", doubled // 2, height, width), scale=self.scale)
-
-
-def matching_scale(card: LatentCard, vae: Any, *, given: float | None = None) -> float:
-    """The factor to decode with; the cache's, which another autoencoder's or the caller's must not contradict."""
-    if given is not None and given != card.scale:
-        raise UserError(f"these latents were scaled by {card.scale:g}, not {given:g}; leave --scale out.")
-    if hash_tensors(vae.state_dict()) != card.vae_hash and float(vae.config.scaling_factor) != card.scale:
-        raise UserError(
-            f"the model was trained on latents scaled by {card.scale:g}, this autoencoder scales by "
-            f"{vae.config.scaling_factor:g}; give the one they were encoded with ({card.vae})."
-        )
-    return card.scale

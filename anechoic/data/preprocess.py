@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from anechoic.config import OLD_LATENTS_STD
 from anechoic.data.pixels import as_pixels
 from anechoic.errors import UserError
 
@@ -38,6 +39,8 @@ class Preprocess:
     def from_json(cls, values: Mapping[str, Any]) -> Preprocess:
         try:
             mean, std = (tuple(float(x) for x in values[name]) for name in ("mean", "std"))
+            if list(std) == OLD_LATENTS_STD:
+                std = (1.0,) * 4
             return cls(mean, std, int(values["image_size"]), int(values["channels"]))
         except (KeyError, TypeError, ValueError, OverflowError) as problem:
             if isinstance(problem, UserError):

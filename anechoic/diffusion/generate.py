@@ -7,6 +7,7 @@ because all of its noise is a function of (seed, i, step).
 from __future__ import annotations
 
 import json
+import logging
 import math
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,11 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anechoic.data import latents
 from anechoic.data.arrays import read_npz
+from anechoic.data.latents import crop_square
 from anechoic.data.preprocess import Preprocess
 from anechoic.diffusion.process import LinearFlow, Process, process_named, process_of
 from anechoic.diffusion.samplers import Guidance, check_sampler, sample_batch, samplers_for
+from anechoic.diffusion.vae import decode, latent_space, load_vae, matching_scale
 from anechoic.errors import UserError
 from anechoic.models import build
 from anechoic.models.sit import SiT
@@ -33,6 +35,8 @@ from anechoic.runtime.distributed import join, launch
 from anechoic.storage.files import make_folder, write_aside
 from anechoic.storage.fingerprint import hash_tensors
 from anechoic.storage.safe_io import parse_table, read_table
+
+log = logging.getLogger("anechoic")
 
 RECEIPT = "receipt.json"
 
@@ -140,29 +144,30 @@ class Decoder:
     scale: float = 1.0
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.vae is None:
-            unit = self.preprocess.invert(x)
-        else:
-            unit = latents.decode(self.vae, x, scale=self.scale) / 2 + 0.5
+        unit = self.preprocess.invert(x) if self.vae is None else decode(self.vae, x, scale=self.scale) / 2 + 0.5
         return (255 * unit).round().clamp(0, 255).to(torch.uint8)
 
 
 def find_decoder(request: Request, model: Any, config: dict[str, Any], device: torch.device) -> Decoder:
-    source = config.get("data", {}).get("source", "")
-    card = latents.read_card(source) if source and latents.is_latents(source) else None
-    name = request.vae or (card.vae if card else None)
+    space = latent_space(model, config)
+    name = request.vae or (space.vae if space else None)
     if name is None:
         if model.config.in_channels not in (1, 3):
             raise UserError(f"this model makes latents of {model.config.in_channels} channels; give --vae to see them.")
         return Decoder(model.preprocess)
-    vae = latents.load_vae(name, device=device)
+    vae = load_vae(name, device=device)
     if vae.config.latent_channels != model.config.in_channels:
         raise UserError(
             f"the model makes {model.config.in_channels} channels and this autoencoder reads "
             f"{vae.config.latent_channels}; give the one its latents were encoded with."
         )
-    scale = latents.matching_scale(card, vae) if card else float(vae.config.scaling_factor)
-    return Decoder(model.preprocess, vae, scale)
+    if space is not None:
+        return Decoder(model.preprocess, vae, matching_scale(space, vae))
+    log.warning(
+        "The model does not record the scale of its latents: the autoencoder's own factor, %g, is used.",
+        vae.config.scaling_factor,
+    )
+    return Decoder(model.preprocess, vae, float(vae.config.scaling_factor))
 
 
 # ---- making images --------------------------------------------------------------------------------------------------
@@ -366,7 +371,7 @@ def image_batches(
         source.note_skipped((item.name, item.reason) for item in found if isinstance(item, BadImage))
         images = [item for item in found if isinstance(item, Tensor)]
         if image_size is not None:
-            images = [latents.crop_square(image, image_size) for image in images]
+            images = [crop_square(image, image_size) for image in images]
         if len({image.shape for image in images}) == 1:
             yield torch.stack(images)
         else:

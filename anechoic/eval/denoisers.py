@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from anechoic.data import latents
 from anechoic.data.preprocess import Preprocess
+from anechoic.diffusion import vae as vae_module
 from anechoic.diffusion.generate import find_process, open_denoiser
 from anechoic.diffusion.process import Process, encode
 from anechoic.errors import UserError
@@ -102,16 +102,15 @@ def open_noisy(path: str | Path, *, device: torch.device) -> Denoiser:
     model.to(device)
     process = find_process(model, config, asked=None)
     name = Path(path).name or str(path)
-    source = config.get("data", {}).get("source", "")
-    if not (source and latents.is_latents(source)):
+    space = vae_module.latent_space(model, config)
+    if space is None:
         return denoiser_of(model, process, model.preprocess, name=name)
-    card = latents.read_card(source)
-    vae = latents.load_vae(card.vae, device=device)
-    scale = latents.matching_scale(card, vae)
-    of_images = latents.autoencoder_preprocess(vae, card.image_size)
+    vae = vae_module.load_vae(space.vae, device=device)
+    scale = vae_module.matching_scale(space, vae)
+    of_images = vae_module.autoencoder_preprocess(vae, space.image_size)
 
     def to_latents(images: Tensor) -> Tensor:
-        moments = latents.encode_moments(vae, of_images.apply(images.to(device)))
+        moments = vae_module.encode_moments(vae, of_images.apply(images.to(device)))
         return moments.chunk(2, dim=1)[0] * scale
 
     return Denoiser(NoisyEncoder(name, model, of_images, process=process, to_input=to_latents))

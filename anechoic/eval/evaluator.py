@@ -21,9 +21,10 @@ from anechoic.errors import UserError, nearest_name
 from anechoic.eval.denoisers import Denoiser, NoisyEncoder
 from anechoic.eval.encoders import Encoder
 from anechoic.eval.eval_data import EvalData, Split, split_features
-from anechoic.eval.feature_cache import Features, features_of, pick_device, usable_poolings
+from anechoic.eval.feature_cache import Features, features_of, usable_poolings
 from anechoic.eval.features import Key, Pooling, choose_layers
 from anechoic.eval.metrics.analysis import exact_device
+from anechoic.runtime.devices import pick_device
 
 Layers = tuple[int, ...] | Literal["all"]
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -31,7 +30,7 @@ from anechoic.data.source import readable, unsettled
 from anechoic.errors import UserError
 from anechoic.eval.encoders import Encoder
 from anechoic.eval.features import Key, Pooling, choose_layers, extract_batches
-from anechoic.runtime.devices import current_device
+from anechoic.runtime.devices import pick_device
 from anechoic.storage.files import (
     read_json,
     remove,
@@ -57,16 +56,6 @@ class Features:
     sets: dict[Key, np.ndarray]
     ids: np.ndarray
     skipped: tuple[tuple[str, str], ...] = ()
-
-
-def pick_device(device: str) -> torch.device:
-    """The device of this name; "auto" is an accelerator if there is one."""
-    if device == "auto":
-        return current_device()
-    try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"There is no device {device!r} here; choose {current_device()} or auto.") from error
 
 
 def features_of(

@@ -151,6 +151,8 @@ class Network(nn.Module):
     """
 
     config: NetworkConfig
+    # Of a denoiser trained on latents: their LatentSpace (data/latents.py).
+    latents: Any = None
     # Reading images is a matter of rooms above, which put their function here (evals/embedding.py).
     embedder: ClassVar[Callable[..., Any] | None] = None
 

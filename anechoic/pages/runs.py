@@ -18,9 +18,9 @@ from anechoic.errors import UserError
 from anechoic.eval.denoisers import open_noisy
 from anechoic.eval.encoders import Encoder, run_encoder
 from anechoic.eval.eval_data import EvalData, open_maybe_labeled
-from anechoic.eval.feature_cache import pick_device
 from anechoic.eval.verdict import Verdict, measure, verdict_of
 from anechoic.runtime.checkpoint import hint, load
+from anechoic.runtime.devices import pick_device
 from anechoic.runtime.run import VALIDATION, read_environment, read_frozen_config, read_metrics
 from anechoic.training.build import open_data
 

@@ -11,24 +11,22 @@ from dataclasses import replace
 
 from anechoic.config import Config, DataConfig, ModelConfig, ObjectiveConfig, OptimConfig, SaveConfig, ShortcutConfig
 
-HALF = 0.5
 UVIT_OPTIM = OptimConfig(
     lr=2e-4, betas=(0.99, 0.99), weight_decay=0.03, weight_decay_on="all", schedule="constant", ema=0.9999, epochs=None
 )
 
 
 def pixels(source: str, *, size: int, channels: int, flip: bool, labels: bool = False) -> DataConfig:
-    """Whole images in -1..1."""
-    gray = (HALF,) * channels
+    """Return the data of whole images, normalized to -1..1."""
+    half = (0.5,) * channels
     return DataConfig(
-        source, image_size=size, channels=channels, mean=gray, std=gray, augment="none", flip=flip, labels=labels
+        source, image_size=size, channels=channels, mean=half, std=half, augment="none", flip=flip, labels=labels
     )
 
 
 def latents(*, labels: bool = False) -> DataConfig:
-    """Moments that `anechoic encode-latents` wrote: four channels of 32 x 32, drawn and scaled by their own card."""
-    # Latents are no bytes: a deviation of 1 / 255 undoes the division by 255 that images get.
-    mean, std = (0.0,) * 4, (1 / 255,) * 4
+    """Latents that `anechoic tools encode-latents` wrote: four channels of 32 x 32, a network's input as they are."""
+    mean, std = (0.0,) * 4, (1.0,) * 4
     return DataConfig(
         image_size=32, channels=4, mean=mean, std=std, augment="none", flip=False, labels=labels, holdout=1024
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from anechoic.data.preprocess import Preprocess
 from anechoic.errors import UserError, nearest_name
 from anechoic.models import family_of, to_json
 from anechoic.models.network import Network, check_marks
-from anechoic.runtime.fsdp import placed
+from anechoic.runtime.fsdp import distribute
 from anechoic.runtime.model_card import FORMAT, network_of
 from anechoic.storage.files import (
     checksum,
@@ -60,9 +61,10 @@ def in_parts(path: Path) -> bool:
 
 
 def model_card(model: Network, preprocess: Preprocess) -> dict[str, Any]:
-    """What `config.json` says beside the weights."""
-    config = to_json(model.config)
-    return {"format": FORMAT, "family": config["family"], "config": config, "preprocess": preprocess.to_json()}
+    """Return the content of `config.json` beside the weights."""
+    config, latents = to_json(model.config), model.latents
+    card = {"format": FORMAT, "family": config["family"], "config": config, "preprocess": preprocess.to_json()}
+    return card if latents is None else {**card, "latents": asdict(latents)}
 
 
 def save(
@@ -186,7 +188,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Te
         name, key = full_name.rsplit("/", 1)
         # The step count, one number, stays where a fused optimizer wants it: with its parameter.
         value = value.reshape(()) if key == "step" else value
-        optimizer.state[parameters[name]][key] = placed(value, parameters[name])
+        optimizer.state[parameters[name]][key] = distribute(value, parameters[name])
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:

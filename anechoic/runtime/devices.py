@@ -1,4 +1,4 @@
-"""Which devices there are: how many accelerators, the one in use, the one of a process."""
+"""Choose the device to compute on: count GPUs (or MPS, XPU), and pick the current, a named or a rank's one."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from anechoic.errors import UserError
 
 
 def accelerators() -> int:
-    """How many there are here; none where torch was built for some and the machine has none."""
+    """Return the number of accelerators (GPU, MPS, XPU); 0 where torch was built for some and the machine has none."""
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
 def own_device(index: int) -> torch.device:
-    """The accelerator of this number, from now on the current one; the processor if there is none.
+    """Make the GPU of this number the current one and return it; the CPU if there is none.
 
-    A process may see only its own (srun --gpus-per-task=1), which is then the first, whatever the process's number.
+    A rank may see only its own GPU (srun --gpus-per-task=1), which is then number 0 whatever the rank.
     """
     device = current_device()
     if device.type == "cpu":
@@ -26,12 +26,22 @@ def own_device(index: int) -> torch.device:
 
 
 def current_device() -> torch.device:
-    """The current accelerator; the processor if there is none here, whatever torch was built for."""
+    """Return the current GPU; the CPU if there is none, whatever torch was built for."""
     accelerator = torch.accelerator.current_accelerator() if accelerators() else None
     return accelerator or torch.device("cpu")
 
 
+def pick_device(device: str) -> torch.device:
+    """Return the device of this name; "auto" is a GPU if there is one."""
+    if device == "auto":
+        return current_device()
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"There is no device {device!r} here; choose {current_device()} or auto.") from error
+
+
 def check_devices(devices: int) -> None:
-    """UserError for more processes than accelerators, where there are some: each takes one."""
+    """Raise UserError for more ranks than GPUs, where there are some: each rank takes one."""
     if 0 < (available := accelerators()) < devices:
-        raise UserError(f"There are {available} accelerators here, so devices cannot be {devices}: lower it.")
+        raise UserError(f"This machine has {available} GPUs, so devices cannot be {devices}: lower it.")

@@ -276,7 +276,7 @@ def barrier(world: World) -> None:
         dist.barrier()
 
 
-def total(world: World, values: Tensor) -> Tensor:
+def all_reduce_sum(world: World, values: Tensor) -> Tensor:
     """The sum over all processes."""
     if world.size > 1:
         dist.all_reduce(values)

@@ -54,12 +54,12 @@ def local(tensor: Any) -> Tensor:
     return tensor.to_local() if is_distributed(tensor) else tensor
 
 
-def whole(tensor: Any) -> Tensor:
+def full_tensor(tensor: Any) -> Tensor:
     """All rows, in every process; all must ask at the same time."""
     return tensor.full_tensor() if is_distributed(tensor) else tensor
 
 
-def placed(value: Tensor, like: Any) -> Tensor:
+def distribute(value: Tensor, like: Any) -> Tensor:
     """A whole value kept as `like` is: on its device, and shared out if that is, without any message."""
     value = value.to(like.device)
     if not is_distributed(like) or value.shape != like.shape:
@@ -69,11 +69,11 @@ def placed(value: Tensor, like: Any) -> Tensor:
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def gathered(world: World, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def gather_to_rank_zero(world: World, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """All of them whole in the first process, one after the other; nothing in the others."""
     found = {}
     for name, tensor in tensors.items():
-        value = whole(tensor.detach())
+        value = full_tensor(tensor.detach())
         if world.is_rank_zero:
             found[name] = value
     return found

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anechoic.data.latents import LatentSpace
 from anechoic.data.preprocess import Preprocess
 from anechoic.errors import UserError
 from anechoic.models import build, from_json
@@ -23,7 +24,10 @@ FOREIGN = {"timm": "pretrained_cfg", "transformers": "model_type", "diffusers": 
 
 
 def network_of(card: Any, tensors: Mapping[str, Tensor], *, where: str) -> Network:
-    """In eval mode, with `.preprocess`; UserError with the cause if card and tensors are not those of one network."""
+    """Return the network in eval mode, with `.preprocess` and `.latents` (None for images).
+
+    UserError with the cause if card and tensors are not those of one network.
+    """
     config = config_of(card, where=where)
     preprocess = check_preprocess(of_kind(card, "preprocess", dict, where=where), config, where=where)
     with torch.device("meta"):
@@ -32,6 +36,8 @@ def network_of(card: Any, tensors: Mapping[str, Tensor], *, where: str) -> Netwo
     network: Any = build(config)
     network.load_state_dict(tensors)
     network.preprocess = preprocess
+    latents = of_kind(card, "latents", dict, where=where) if "latents" in card else None
+    network.latents = None if latents is None else LatentSpace.from_json(latents, where=where)
     return network.eval()
 
 

@@ -37,8 +37,8 @@ log = logging.getLogger("anechoic")
 
 # Fields of a metrics line that depend on the clock; everything else is reproduced bit for bit.
 CLOCK_FIELDS = ("seconds", "images_per_second")
-# The kind of a metrics line measured on held-out samples; runs of earlier versions call it "watch".
-VALIDATION = ("validation", "watch")
+# Kinds of a metrics line measured on held-out samples: of this version and of earlier ones.
+VALIDATION = ("validation", "monitor", "watch")
 # Seconds to wait for a run directory's lock before it counts as taken.
 PATIENCE = 5.0
 # What a finished run must still have, unchanged, to be called finished.

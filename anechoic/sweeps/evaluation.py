@@ -16,7 +16,7 @@ import numpy as np
 
 from anechoic.data import Subset, open_source
 from anechoic.eval.encoders import Encoder, baselines, flat, run_encoder
-from anechoic.eval.eval_data import EvalData, evenly, open_eval_data
+from anechoic.eval.eval_data import EvalData, evenly, open_eval_data, split
 from anechoic.eval.evaluator import EvalSpec, Evaluation, Evaluator, Subject
 from anechoic.eval.features import Pooling
 from anechoic.runtime.checkpoint import checkpoints
@@ -64,6 +64,8 @@ def evaluate_encoder(run_dir: Path, plan: EvalPlan, *, seed: int) -> dict[str, A
         spec = EvalSpec(("probe",), layers=layers, **common | {"poolings": ("mean",), "protocol": "logistic"})
         probes = Evaluator(spec).measure(subject)
         metrics["probe_layers"] = {str(row["layer"]): 100 * row["probe"] for row in probes.rows}
+    if plan.selection:
+        metrics["selection"] = held_out_votes(encoder, plan, every, common)
     metrics["rank"] = metrics["layers"]["mean"]["rank"][-1]
     metrics["entropy"] = metrics["layers"]["mean"]["entropy"][-1]
     if plan.anatomy:
@@ -79,6 +81,21 @@ def evaluate_encoder(run_dir: Path, plan: EvalPlan, *, seed: int) -> dict[str, A
     if plan.pictures:
         metrics["pictures"] = keep_pictures(encoder, subject, seed=seed)
     return metrics
+
+
+def held_out_votes(encoder: Encoder, plan: EvalPlan, every: EvalSpec, common: dict[str, Any]) -> dict[str, Any]:
+    """Return k-NN of every layer and token and probes of the last, tested on held-out training images."""
+    share = plan.max_test / (plan.max_train + plan.max_test)
+    parts = split(open_source(plan.train, labels=True, channels=encoder.channels), holdout=share, seed=0)
+    votes = tuple(name for name in every.metrics if name.startswith("knn"))
+    subject = Evaluator(replace(every, metrics=votes), cached=False).extract(encoder, parts)
+    found = Evaluator(replace(every, metrics=votes)).measure(subject)
+    probes = Evaluator(EvalSpec(("probe",), **common)).measure(subject)
+    return {
+        pooling: {kind: [100 * value for value in found.column(kind, pooling=pooling)] for kind in votes}
+        | {"probe": 100 * probes.value("probe", pooling=pooling)}
+        for pooling in every.poolings
+    }
 
 
 def add_retrieval(metrics: dict[str, Any], encoder: Encoder, plan: EvalPlan, *, seed: int) -> None:
@@ -166,8 +183,8 @@ def compare_samples(run_dir: Path, plan: EvalPlan, *, real: str, seed: int) -> d
     """Frechet distance and its companions of `samples` images to at most four times as many real ones."""
     from anechoic.diffusion.generate import Request, generate, image_batches
     from anechoic.eval.extractors import extractor_named
-    from anechoic.eval.feature_cache import pick_device
     from anechoic.eval.frechet import compare, measure_images
+    from anechoic.runtime.devices import pick_device
 
     made = generate(Request(run=str(run_dir), num=plan.samples, seed=seed), progress=False).pixels
     extractor = extractor_named(plan.extractor, device=pick_device("auto"))
@@ -187,7 +204,7 @@ def compare_samples(run_dir: Path, plan: EvalPlan, *, real: str, seed: int) -> d
 def probe_denoiser(run_dir: Path, plan: EvalPlan, *, seed: int) -> dict[str, Any]:
     """probe: test accuracy at the (noise, layer) that is best on held-out training data."""
     from anechoic.eval.denoisers import open_noisy
-    from anechoic.eval.feature_cache import pick_device
+    from anechoic.runtime.devices import pick_device
 
     denoiser = open_noisy(run_dir, device=pick_device("auto"))
     eval_data = open_eval_data(plan.train, plan.test, channels=denoiser.channels)

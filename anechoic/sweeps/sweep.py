@@ -1,8 +1,7 @@
-"""A small local sweep: trials in processes of their own, one to a core, finished ones skipped, failed ones retried.
+"""A local sweep: each trial in a subprocess, finished trials skipped, failed ones retried.
 
-It starts and watches processes and knows nothing of what they measure; a stopped sweep goes on by the same command,
-because every trial's run does. A trial's process is pinned to its core and computes with one thread, which is
-the fastest way to fill a processor with many small runs.
+An interrupted sweep resumes by the same command. Without a GPU each trial is pinned to one core and one thread, the
+fastest way to fill a CPU with many small runs. With GPUs each trial gets one GPU, and any core and number of threads.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ ATTEMPTS = 2
 POLL = 0.2
 REDRAW = 2.0
 # Seconds between two lines where there is no terminal.
-TELL_EVERY = 60.0
+REPORT_EVERY = 60.0
 
 
 @dataclass(frozen=True)
 class Folders:
-    """records: one JSON file per finished trial; runs: checkpoints and logs, which may be deleted; data: its root."""
+    """records: one JSON file per finished trial; runs: checkpoints and logs, which may be deleted; data: the root."""
 
     records: Path
     runs: Path
@@ -60,7 +59,7 @@ class Job:
 
 @dataclass
 class Progress:
-    """What a sweep has come to."""
+    """Trials done, skipped and failed, by name."""
 
     done: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
@@ -71,7 +70,7 @@ class Progress:
 
 
 def vary(base: Config, grid: Mapping[str, Sequence[Any]], *, seeds: Sequence[int], evaluation: EvalPlan) -> list[Trial]:
-    """Every combination of the settings' values with every seed; a name says what was varied."""
+    """Return a trial for every combination of the settings' values and every seed, named after what varies."""
     trials = []
     for values in itertools.product(*grid.values()):
         chosen = dict(zip(grid, values, strict=True))
@@ -82,7 +81,7 @@ def vary(base: Config, grid: Mapping[str, Sequence[Any]], *, seeds: Sequence[int
 
 
 def word(value: Any) -> str:
-    """A value as part of a file's name."""
+    """Return a value as part of a file name."""
     return f"{value:g}" if isinstance(value, float) else str(value).replace("/", "_").replace(" ", "")
 
 
@@ -91,17 +90,17 @@ def seeded(variant: str, config: Config, evaluation: EvalPlan, seeds: Sequence[i
 
 
 def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
-    """The config with settings such as shortcut.alpha_min or model.options.depth replaced; a wrong name is refused."""
+    """Replace settings such as shortcut.alpha_min or model.options.depth; UserError for an unknown name."""
     plain = copy.deepcopy(to_json(config))
     known = [name for name, _ in settings(config)]
     for name, value in values.items():
         *sections, last = name.split(".")
-        place = plain
+        target = plain
         for section in sections:
-            if not isinstance(place.get(section), dict):
+            if not isinstance(target.get(section), dict):
                 raise UserError(f"There is no setting {name}: choose one of {', '.join(known)}.")
-            place = place[section]
-        place[last] = value
+            target = target[section]
+        target[last] = value
     return from_json(plain)
 
 
@@ -116,9 +115,9 @@ def sweep(
     out: TextIO | None = None,
     pinned: bool = True,
 ) -> Progress:
-    """Run every trial that has no record yet. SIGTERM and Ctrl-C let each running trial save itself, then end.
+    """Run every trial that has no record yet. After SIGTERM or Ctrl-C each running trial saves a checkpoint and exits.
 
-    pinned: a core and a thread for each; otherwise a trial may use every core and accelerator.
+    pinned: one GPU, or one core and thread, for each trial; otherwise a trial may use every core and GPU.
     """
     from anechoic.training.build import check
 
@@ -126,7 +125,7 @@ def sweep(
         check(trial.config)
     names = [trial.name for trial in trials]
     if len(set(names)) < len(names):
-        raise UserError("Two trials of this sweep have the same name: vary something that tells them apart.")
+        raise UserError("Two trials of this sweep have the same name: vary a setting that distinguishes them.")
     progress = Progress(skipped=[trial.name for trial in trials if finished(trial, folders.record(trial))])
     waiting = [trial for trial in trials if trial.name not in progress.skipped]
     cores = cores_for(jobs)
@@ -138,10 +137,10 @@ def sweep(
         make_folder(folders.runs)
     attempts: dict[str, int] = {}
     running: list[Job] = []
-    with Subprocesses() as children:
+    with Subprocesses() as subprocesses:
         while waiting or running:
-            children.check()
-            if children.asked.number:  # those that still run are saving; nothing new is started
+            subprocesses.check()
+            if subprocesses.asked.number:  # running trials are saving; none is started
                 time.sleep(POLL)
                 continue
             for job in [job for job in running if job.process.poll() is not None]:
@@ -151,8 +150,8 @@ def sweep(
             free = [core for core in cores if core not in {job.core for job in running}]
             for core in free:
                 if waiting:
-                    place = cores.index(core) if pinned else None
-                    running.append(start(waiting.pop(0), folders, core, children, place=place))
+                    slot = cores.index(core) if pinned else None
+                    running.append(start(waiting.pop(0), folders, core, subprocesses, slot=slot))
             table.draw(running)
             time.sleep(POLL)
     table.draw(running, last=True)
@@ -166,20 +165,21 @@ def available_cores() -> list[int]:
 
 
 def cores_for(jobs: int | None) -> list[int]:
-    """One for each of the trials that run side by side: as many as cores, or as accelerators where there are some."""
+    """Return a core for each of the trials that run at the same time: as many as `jobs`, GPUs, or cores."""
     return available_cores()[: jobs or accelerators() or None]
 
 
-def surroundings(place: int) -> dict[str, str]:
-    """Environment of the trial at this place among those that run: one thread, and one of CUDA's accelerators."""
-    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+def slot_environment(slot: int) -> dict[str, str]:
+    """Return environment variables of the trial in this slot: one GPU, or one thread where there is none."""
+    if not accelerators():
+        return {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = given.split(",") if given else [str(index) for index in range(accelerators())]
-    return threads | ({"CUDA_VISIBLE_DEVICES": devices[place % len(devices)]} if devices else {})
+    return {"CUDA_VISIBLE_DEVICES": devices[slot % len(devices)]}
 
 
-def start(trial: Trial, folders: Folders, core: int, children: Subprocesses, *, place: int | None) -> Job:
-    """A process for one trial; one with a place among others is pinned to its core where the system can."""
+def start(trial: Trial, folders: Folders, core: int, subprocesses: Subprocesses, *, slot: int | None) -> Job:
+    """Start a subprocess for one trial; in a slot, it gets its own GPU, or its own core where there is no GPU."""
     run_dir = folders.run(trial)
     run_dir.mkdir(parents=True, exist_ok=True)
     description = run_dir / "trial.json"
@@ -187,29 +187,29 @@ def start(trial: Trial, folders: Folders, core: int, children: Subprocesses, *, 
         shutil.rmtree(run_dir / "run", ignore_errors=True)
     write_json(description, trial.to_json())
     arguments = [str(path) for path in (description, run_dir / "run", folders.record(trial), folders.data)]
-    environment = {**os.environ, **({} if place is None else surroundings(place))}
+    environment = {**os.environ, **({} if slot is None else slot_environment(slot))}
     with open(run_dir / "log.txt", "a") as log:
-        process = children.start(
+        process = subprocesses.start(
             [sys.executable, "-m", "anechoic.sweeps.trial", *arguments], stdout=log, stderr=log, env=environment
         )
-    if place is not None and hasattr(os, "sched_setaffinity"):
-        with contextlib.suppress(ProcessLookupError):  # it may have failed already
+    if slot is not None and not accelerators() and hasattr(os, "sched_setaffinity"):
+        with contextlib.suppress(ProcessLookupError):  # it may have exited already
             os.sched_setaffinity(process.pid, {core})
     return Job(trial, process, core, time.perf_counter())
 
 
 def outdated(run_dir: Path, trial: Trial) -> bool:
-    """Whether the run there is of another config, or has no longer the checkpoints that are to be evaluated."""
+    """Return whether the run has another config, or no longer the checkpoints that are to be evaluated."""
     try:
         before = trial_from_json(read_record(run_dir / "trial.json"))
     except UserError:
-        return False  # another version's: what cannot be read is not deleted, and the engine says what it misses
+        return False  # written by another version: never deleted, and the trial reports the problem
     evaluated_before = (run_dir / "run" / "results.json").exists() and not (run_dir / "run" / "checkpoints").exists()
     return before.config != trial.config or (trial.evaluation.checkpoints and evaluated_before)
 
 
 def conclude(job: Job, folders: Folders, progress: Progress, attempts: dict[str, int], waiting: list[Trial]) -> None:
-    """A finished process is a record, another attempt, or a failure with its last words."""
+    """Note a finished subprocess as done, to be retried, or failed with the last line of its log."""
     trial = job.trial
     if job.process.returncode == 0:
         progress.done.append(trial.name)
@@ -217,8 +217,8 @@ def conclude(job: Job, folders: Folders, progress: Progress, attempts: dict[str,
         clean(folders.run(trial) / "run")
         return
     attempts[trial.name] = attempts.get(trial.name, 0) + 1
-    words = (folders.run(trial) / "log.txt").read_text().strip().splitlines()[-1:]
-    progress.failed[trial.name] = (words or [f"exit code {job.process.returncode}"])[0]
+    lines = (folders.run(trial) / "log.txt").read_text().strip().splitlines()[-1:]
+    progress.failed[trial.name] = (lines or [f"exit code {job.process.returncode}"])[0]
     if attempts[trial.name] < ATTEMPTS:
         waiting.append(trial)
 
@@ -226,23 +226,11 @@ def conclude(job: Job, folders: Folders, progress: Progress, attempts: dict[str,
 # ---- how long it takes
 
 
-def training_flops(config: Config) -> float:
-    """Floating-point operations of the whole training: three times the forward pass of every sample."""
-    from anechoic.models import model_config
-    from anechoic.training.build import model_options
-    from anechoic.training.flops import forward_flops
-
-    return 3.0 * forward_flops(model_config(config.model.name, **model_options(config))) * (config.optim.samples or 0)
-
-
-# Of one core in one-thread runs of this size, evaluation included; replaced by what finished trials here really took.
-FLOPS_PER_SECOND = 25e9
-OVERHEAD_SECONDS = 40.0
-
-
 def estimates(trials: Sequence[Trial], folders: Folders) -> dict[str, float]:
-    """Seconds of one core for every trial, scaled by how long the finished ones of the same folder took."""
-    rough = {trial.name: OVERHEAD_SECONDS + training_flops(trial.config) / FLOPS_PER_SECOND for trial in trials}
+    """Return CPU seconds (1 core) for every trial, scaled by what the finished ones of the same folder took."""
+    from anechoic.training.cost import cpu_seconds
+
+    rough = {trial.name: cpu_seconds(trial.config) for trial in trials}
     known = [
         read_record(folders.record(trial))["cpu_seconds"] / rough[trial.name]
         for trial in trials
@@ -258,7 +246,7 @@ def duration(seconds: float) -> str:
 
 
 class Table:
-    """The sweep as it goes: on a terminal a table drawn over itself, elsewhere a line now and then and at each end."""
+    """Progress of a sweep: a live table on a terminal; elsewhere a line per minute and per finished trial."""
 
     def __init__(
         self,
@@ -277,7 +265,6 @@ class Table:
         self.began = time.perf_counter()
 
     def left(self) -> str:
-        """How long what is still to come will take."""
         over = {*self.progress.done, *self.progress.skipped}
         to_come = [trial for trial in self.trials if trial.name not in over]
         seconds = sum(self.estimates[trial.name] * (1 - self.share(trial)) for trial in to_come)
@@ -294,9 +281,8 @@ class Table:
         over = len(self.progress.done) + len(self.progress.skipped)
         print(f"{over} of {len(self.trials)}  {name} {state}; about {self.left()} left", file=self.out, flush=True)
 
-    def tell(self, running: Sequence[Job], now: float) -> None:
-        """Now and then a line of what runs, where nothing can be drawn over."""
-        if now - max(self.drawn, self.began) < TELL_EVERY or not running:
+    def report(self, running: Sequence[Job], now: float) -> None:
+        if now - max(self.drawn, self.began) < REPORT_EVERY or not running:
             return
         self.drawn = now
         over = len(self.progress.done) + len(self.progress.skipped)
@@ -306,7 +292,7 @@ class Table:
     def draw(self, running: Sequence[Job], *, last: bool = False) -> None:
         now = time.perf_counter()
         if not self.out.isatty():
-            self.tell(running, now)
+            self.report(running, now)
             return
         if now - self.drawn < REDRAW and not last:
             return

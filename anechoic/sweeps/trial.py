@@ -51,6 +51,8 @@ class EvalPlan(Section):
     """votes of the k-NN evaluation"""
     whitened: bool = False
     """let whitened features vote too"""
+    selection: bool = False
+    """measure k-NN and probe on held-out training images too: settings are chosen by those"""
     probe: bool = True
     """fit a logistic regression to the last layer's tokens"""
     protocol: Literal["logistic", "in100", "mae"] = "logistic"

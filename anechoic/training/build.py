@@ -106,7 +106,7 @@ def check(config: Config) -> None:
     if config.validation.knn and not reads_without_labels(network):
         raise UserError(
             "The k-NN test reads the network without labels, which it has not learned to do without: set label_dropout "
-            "above 0, or monitor.knn to 0."
+            "above 0, or validation.knn to 0."
         )
     if config.compile and config.shortcut.anneal:
         raise UserError(

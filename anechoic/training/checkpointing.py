@@ -18,10 +18,10 @@ from anechoic.config import Config
 from anechoic.models.network import Network
 from anechoic.runtime import checkpoint
 from anechoic.runtime.distributed import World
-from anechoic.runtime.fsdp import gathered, placed
+from anechoic.runtime.fsdp import distribute, gather_to_rank_zero
 from anechoic.runtime.run import Run
 from anechoic.training.build import make_model
-from anechoic.training.optim import AveragedWeights
+from anechoic.training.ema import EMA
 
 log = logging.getLogger("anechoic")
 
@@ -38,13 +38,13 @@ class Checkpointer:
         folder: Path,
         model: Network,
         optimizer: torch.optim.Optimizer,
-        average: AveragedWeights | None,
+        ema: EMA | None,
         card: Mapping[str, Any],
         stack: ExitStack,
     ) -> None:
         """folder: of the checkpoints. stack: while it is open, a save may go on in the background."""
         self.run, self.folder, self.config, self.card = run, folder, config, card
-        self.model, self.optimizer, self.average = model, optimizer, average
+        self.model, self.optimizer, self.ema = model, optimizer, ema
         self.writer: Any = None
         if is_sharded(config, world):
             from anechoic.runtime.sharded_checkpoint import PartsWriter
@@ -58,8 +58,8 @@ class Checkpointer:
             "model": {**self.model.state_dict(), **marks},
             "optimizer": moved,
         }
-        if self.average is not None:
-            tensors["ema"] = {**self.average.tensors, **marks}
+        if self.ema is not None:
+            tensors["ema"] = {**self.ema.tensors, **marks}
         return tensors
 
     def alphas(self) -> list[float] | None:
@@ -91,10 +91,10 @@ class Checkpointer:
         tensors = checkpoint.read_tensors(path, "model")
         if self.config.shortcut.anneal:  # alphas are a function of progress, and were marked as they were then
             tensors |= {name: value for name, value in own.items() if is_mark(name)}
-        self.model.load_state_dict({name: placed(value, own.get(name, value)) for name, value in tensors.items()})
+        self.model.load_state_dict({name: distribute(value, own.get(name, value)) for name, value in tensors.items()})
         checkpoint.restore_optimizer(self.optimizer, checkpoint.read_tensors(path, "optimizer"))
-        if self.average is not None:
-            self.average.load(checkpoint.read_tensors(path, "ema"))
+        if self.ema is not None:
+            self.ema.load(checkpoint.read_tensors(path, "ema"))
 
     def _restore_parts(self, path: Path) -> None:
         """Every process reads the rows it holds."""
@@ -169,7 +169,7 @@ class UnshardedCopy:
     def refresh(self) -> nn.Module:
         """In the first process the network with today's weights; all processes call it at the same point."""
         if self.sharded:
-            weights = gathered(self.world, self.model.state_dict())
+            weights = gather_to_rank_zero(self.world, self.model.state_dict())
             if self.world.is_rank_zero:
                 self.copy.load_state_dict(weights)
         return self.copy

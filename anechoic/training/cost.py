@@ -1,37 +1,151 @@
-"""What a training costs before it is started: parameters, memory by part, operations, hours and what bounds them.
+"""Estimate what a training costs: parameters, memory by part, FLOPs, and seconds, on a GPU of a data sheet or here.
 
-Nothing is measured and nothing is allocated. The network runs once forwards and backwards on tensors without content,
-which tells every operation, its size and what is kept for the backward pass; the rest is arithmetic with the numbers of
-a device's data sheet. Each operation takes as long as its products or its bytes need, whichever is longer.
+`forward_flops` and `step_flops` count the matrix products of the plain algorithm, so that work an implementation avoids
+shows as speed. `passes_of` and `plan` run the network once forward and backward on fake tensors, which shows every
+operation, its size and what the backward pass needs; each operation then takes as long as its products or its bytes
+need, whichever is longer. `seconds_per_image` times a few updates on this machine. A multiply-add counts as two FLOPs.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from anechoic.config import Config
 from anechoic.errors import UserError
-from anechoic.models import build
-from anechoic.models.mae import MaskedAutoencoder
+from anechoic.models import build, family_of, model_config
+from anechoic.models.mae import MAEConfig, MaskedAutoencoder, skip_sources
+from anechoic.models.network import NetworkConfig
 from anechoic.models.sit import SiT
 from anechoic.models.uvit import UViT
-from anechoic.training.build import model_options
+from anechoic.rng import SampleGenerator
+from anechoic.runtime.devices import pick_device
+from anechoic.runtime.fsdp import BLOCKS
+from anechoic.training.build import make_model, make_optimizer, model_options
+from anechoic.training.objectives import make_objective
+from anechoic.training.optim import is_body_matrix
+from anechoic.training.validation import Samples
 
 GB = 1e9
 
 
+# ---- FLOPs of the plain algorithm
+
+
+def training_flops(config: Config) -> float:
+    """Return the FLOPs of the whole training: three times the forward pass of every sample."""
+    return 3.0 * forward_flops(model_config(config.model.name, **model_options(config))) * (config.optim.samples or 0)
+
+
+def forward_flops(config: NetworkConfig) -> float:
+    """Return the FLOPs of one image through a network of ours."""
+    return mae_flops(config)[0] if isinstance(config, MAEConfig) else counted_flops(config)
+
+
+@cache
+def counted_flops(config: NetworkConfig) -> float:
+    """Return what torch counts while the network runs on the meta device."""
+    with torch.device("meta"):
+        model = build(config).train()
+        conditions = [torch.zeros(1)] if family_of(config) in ("uvit", "sit") else []
+        if conditions and vars(config)["num_classes"] is not None:
+            conditions.append(torch.zeros(1, dtype=torch.long))
+        counter = FlopCounterMode(display=False)
+        with counter, torch.no_grad():
+            model(torch.zeros(1, config.in_channels, *config.size), *conditions)
+    return float(counter.get_total_flops())
+
+
+def mae_flops(config: MAEConfig) -> tuple[float, float]:
+    """Return the FLOPs of one image through a masked autoencoder: (all, those of the patch embedding).
+
+    All patches are embedded, the encoder sees the class token and the visible ones, the decoder sees and predicts all.
+    """
+    patches = config.grid_size[0] * config.grid_size[1]
+    pixels = config.patch_size**2 * config.in_channels
+    seen, tokens = 1 + config.num_kept, 1 + patches
+    embedding = 2.0 * patches * pixels * config.dim
+    encoder = config.depth * block_flops(seen, config.dim, config.mlp_ratio)
+    decoder = config.decoder_depth * block_flops(tokens, config.decoder_dim, config.mlp_ratio)
+    width = config.decoder_dim
+    if config.skips:
+        joins = 2.0 * tokens * width * width
+        joins += len(skip_sources(config.depth, config.decoder_depth)) * skip_flops(tokens, config.dim, width)
+    else:
+        joins = 2.0 * seen * config.dim * width
+    return embedding + encoder + joins + decoder + 2.0 * tokens * width * pixels, embedding
+
+
+def block_flops(tokens: int, dim: int, mlp_ratio: float) -> float:
+    """Return the FLOPs of queries, keys, values and projection, the MLP, and the two products of attention."""
+    hidden = int(dim * mlp_ratio)
+    return 2.0 * tokens * dim * (4 * dim + 2 * hidden) + 4.0 * tokens * tokens * dim
+
+
+def skip_flops(tokens: int, encoder_dim: int, dim: int) -> float:
+    """Return the FLOPs of a skip layer's MLP on the concatenation of encoder tokens and decoder tokens."""
+    return 2.0 * tokens * dim * (encoder_dim + dim + dim)
+
+
+def step_flops(config: MAEConfig, batch: int) -> float:
+    """Return the FLOPs forward and backward: two products backward for each, but no gradient of the pixels."""
+    forward, embedding = mae_flops(config)
+    return batch * (3 * forward - embedding)
+
+
+# ---- seconds on this machine
+
+# Images of a timed update, and the number of updates timed after the first, which is slow.
+IMAGES, UPDATES = 32, 2
+# Of one CPU core in one-thread runs of the pocket size, evaluation included.
+FLOPS_PER_SECOND = 25e9
+OVERHEAD_SECONDS = 40.0
+
+
+def cpu_seconds(config: Config) -> float:
+    """Return a rough estimate of the CPU seconds (1 core) that training and evaluating take."""
+    return OVERHEAD_SECONDS + training_flops(config) / FLOPS_PER_SECOND
+
+
+def seconds_per_image(config: Config) -> float:
+    """Time a few updates of a part of a batch in this process; loading data and labels are not included."""
+    device = pick_device("auto")
+    with torch.random.fork_rng(devices=[]):
+        model = make_model(config).to(device).train()
+    optimizer = make_optimizer(model, config.optim)
+    objective = make_objective(config.objective.name, **config.objective.options)
+    count = min(IMAGES, config.optim.batch_size)
+    shape = (count, config.data.channels, config.data.image_size, config.data.image_size)
+    images = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
+    ids = torch.arange(count, device=device)
+    spent = 0.0
+    for update in range(UPDATES + 1):
+        started = time.perf_counter()
+        losses = objective(model, Samples(images, None), SampleGenerator(0, ids, torch.full_like(ids, update)))
+        losses["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses["loss"].item()  # waits for a GPU
+        spent += time.perf_counter() - started if update else 0.0
+    return spent / (UPDATES * count)
+
+
+# ---- GPUs
+
+
 @dataclass(frozen=True)
 class Device:
-    """Of a data sheet: dense products in 10^12 a second, memory in GB, GB a second to memory and to peers."""
+    """Data sheet: dense TFLOP/s by precision, memory in GB, GB/s to memory and to other GPUs."""
 
     bfloat16: float
     float32: float
@@ -51,9 +165,9 @@ DEVICES = {
     "h100": Device(989.0, 67.0, 80, 3350, 450),
     "h200": Device(989.0, 67.0, 141, 4800, 450),
 }
-# What kernels reach of the data sheet: large products and copies are rarely faster. Memory keeps a part for itself.
+# Share of the data sheet that large products and copies reach, and of the memory that is usable.
 PRODUCTS_REACH, BYTES_REACH, MEMORY_REACH = 0.7, 0.8, 0.92
-# Views and allocations: they move nothing.
+# Views and allocations move no bytes.
 FREE = {
     *("view", "reshape", "_unsafe_view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "slice"),
     *("select", "split", "split_with_sizes", "chunk", "detach", "alias", "unbind", "as_strided", "lift_fresh", "empty"),
@@ -62,15 +176,15 @@ FREE = {
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
-# ---- one pass without content
+# ---- one pass on fake tensors
 
 
 @dataclass
 class Pass:
-    """Of a forward and backward pass: products, seconds' worth of products and bytes by dtype, and bytes kept."""
+    """A forward and backward pass: FLOPs, operations, and bytes saved for the backward pass."""
 
     flops: float = 0.0
-    # (products, bytes, whether they are in bfloat16) of every operation
+    # (FLOPs, bytes, whether in bfloat16) of every operation
     operations: list[tuple[float, float, bool]] = field(default_factory=list)
     kept: float = 0.0
     kept_in_blocks: list[float] = field(default_factory=list)
@@ -78,7 +192,7 @@ class Pass:
 
 
 class Recorder(TorchDispatchMode):
-    """Notes the products and bytes of every operation."""
+    """Record FLOPs and bytes of every operation."""
 
     def __init__(self, found: Pass) -> None:
         super().__init__()
@@ -109,7 +223,7 @@ def flat(tree: Any) -> Iterator[Any]:
 
 
 def products(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
-    """Multiply-adds count as two. Attention: q k^T and its product with v; backwards five products of that size."""
+    """Return the FLOPs of an operation. Attention: two products, backward five of the same size."""
     if name.startswith(ATTENTION):
         backwards = name.endswith("backward")
         q, k = (args[1], args[2]) if backwards else (args[0], args[1])
@@ -121,9 +235,9 @@ def products(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
 
 @contextmanager
 def keeping(found: Pass, model: nn.Module) -> Iterator[None]:
-    """Notes the bytes that wait for the backward pass, parameters apart, and which of them belong to each block."""
+    """Record the bytes saved for the backward pass, without parameters, and which of them belong to each block."""
     parameters = {value.untyped_storage()._cdata for value in (*model.parameters(), *model.buffers())}
-    kept: dict[int, Tensor] = {}  # tensors stay referenced, so that no storage's number is used twice
+    kept: dict[int, Tensor] = {}  # references keep storage addresses unique
 
     def pack(value: Tensor) -> Tensor:
         storage = value.untyped_storage()
@@ -153,11 +267,8 @@ def keeping(found: Pass, model: nn.Module) -> Iterator[None]:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks that can be recomputed or sharded one by one."""
-    from anechoic.models.layers import Block
-    from anechoic.models.sit import ModulatedBlock
-
-    return [module for module in model.modules() if isinstance(module, Block | ModulatedBlock)]
+    """Return the blocks that can be recomputed or sharded one by one."""
+    return [module for module in model.modules() if isinstance(module, BLOCKS)]
 
 
 def loss_of(model: Any, batch: int) -> Tensor:
@@ -172,17 +283,20 @@ def loss_of(model: Any, batch: int) -> Tensor:
 
 
 class Passes(NamedTuple):
-    """Passes of SMALL and of twice as many samples, which give what grows with the batch and what does not (weights in
-    another precision, for example); the parameters of all and of the largest block."""
+    """Passes of SMALL and of twice as many samples, whose difference is what grows with the batch.
+
+    parameters: of the whole network; body: of the matrices that Muon updates; low: whether in bfloat16.
+    """
 
     small: Pass
     double: Pass
     parameters: int
+    body: int
     largest_block: int
     low: bool
 
     def kept(self, batch: int, *, recompute: bool) -> float:
-        """Bytes that wait for the backward pass. Recomputing keeps the blocks' inputs, and one block's inside."""
+        """Return the bytes saved for the backward pass. Recomputing saves the blocks' inputs and one block's inside."""
         small, double = self.small, self.double
         kept = grown(small.kept, double.kept, batch)
         if recompute and small.kept_in_blocks:
@@ -196,25 +310,23 @@ class Passes(NamedTuple):
         return (self.double.flops - self.small.flops) / SMALL
 
 
-# One sample is a special case to some operations.
+# Some operations treat a single sample as a special case.
 SMALL = 2
 
 
 def grown(one: float, two: float, batch: int) -> float:
-    """What is `one` for SMALL samples and `two` for twice as many, for a batch."""
+    """Extrapolate what is `one` for SMALL samples and `two` for twice as many to a batch."""
     return one + (two - one) * (batch - SMALL) / SMALL
 
 
 def passes_of(config: Config) -> Passes:
-    from anechoic.models import model_config
-
     low = (config.precision or "bfloat16") == "bfloat16"
     with torch.device("meta"):
         model: Any = build(model_config(config.model.name, **model_options(config)))
     found = Pass(), Pass()
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = model.to_empty(device="cpu").train()
-        # The first pass also makes what is made once, so it does not count.
+        # The first pass also builds cached tensors, so it does not count.
         for batch, one in ((SMALL, Pass()), (SMALL, found[0]), (2 * SMALL, found[1])):
             with torch.autocast("cpu", torch.bfloat16, enabled=low), Recorder(one):
                 with keeping(one, model):
@@ -222,8 +334,9 @@ def passes_of(config: Config) -> Passes:
                 loss.backward()
             model.zero_grad(set_to_none=True)
     count = sum(parameter.numel() for parameter in model.parameters())
+    body = sum(value.numel() for name, value in model.named_parameters() if is_body_matrix(name, value))
     largest = max((sum(p.numel() for p in block.parameters()) for block in blocks_of(model)), default=count)
-    return Passes(*found, count, largest, low)
+    return Passes(*found, count, body, largest, low)
 
 
 # ---- the plan
@@ -231,7 +344,7 @@ def passes_of(config: Config) -> Passes:
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes are for one device; seconds for one update; products for the whole run."""
+    """Bytes are for one GPU, seconds for one update, flops for the whole run."""
 
     parameters: int
     memory: dict[str, float]
@@ -259,12 +372,12 @@ def plan(
     fsdp: bool = False,
     images_per_second: float | None = None,
 ) -> Plan:
-    """images_per_second: what all processes that decode can deliver together, if they may be the slowest."""
+    """Estimate a training on `gpus` devices. images_per_second: what all data workers together decode, if limited."""
     batch, rest = divmod(config.optim.batch_size, gpus * config.optim.accumulate)
     if rest or not batch:
         raise UserError(
-            f"A batch of {config.optim.batch_size} in {config.optim.accumulate} parts cannot be shared by {gpus} "
-            f"devices: choose another number of them."
+            f"A batch of {config.optim.batch_size} in {config.optim.accumulate} micro-batches cannot be shared by "
+            f"{gpus} devices: choose another number of devices."
         )
     memory = memory_by_part(config, passes, batch, gpus=gpus, fsdp=fsdp)
     seconds = seconds_by_part(config, passes, batch, device, gpus=gpus, fsdp=fsdp)
@@ -296,20 +409,27 @@ def fits(memory: Mapping[str, float], device: Device) -> bool:
     return sum(memory.values()) < MEMORY_REACH * device.memory * GB
 
 
+def optimizer_bytes(config: Config, passes: Passes) -> float:
+    """Return the bytes of float32 optimizer state: two moments for AdamW, one momentum for Muon's matrices."""
+    single = passes.body if config.optim.algorithm == "muon" else 0
+    return 8.0 * (passes.parameters - single) + 4.0 * single
+
+
 def memory_by_part(config: Config, passes: Passes, batch: int, *, gpus: int, fsdp: bool) -> dict[str, float]:
-    """Bytes on one device. Weights, gradients and AdamW's two moments are float32 whatever the products are in."""
-    share = passes.parameters / gpus if fsdp else passes.parameters
+    """Return the bytes on one GPU. Weights, gradients, optimizer state and EMA are float32 in every precision."""
+    shards = gpus if fsdp else 1
+    weights = 4.0 * passes.parameters / shards
     parts = {
-        "weights": 4.0 * share,
-        "gradients": 4.0 * share,
-        "optimizer": 8.0 * share,
+        "weights": weights,
+        "gradients": weights,
+        "optimizer": optimizer_bytes(config, passes) / shards,
         "activations": passes.kept(batch, recompute=config.recompute),
         "images": 4.0 * batch * config.data.channels * config.data.image_size**2,
     }
     if config.optim.ema:
-        parts["averaged weights"] = 4.0 * share
+        parts["EMA"] = weights
     if fsdp:
-        # The block at work and the one fetched ahead are whole.
+        # The current block and the prefetched one are unsharded.
         parts["gathered blocks"] = 2.0 * passes.largest_block * (2 if passes.low else 4)
     return parts
 
@@ -317,7 +437,7 @@ def memory_by_part(config: Config, passes: Passes, batch: int, *, gpus: int, fsd
 def seconds_by_part(
     config: Config, passes: Passes, batch: int, device: Device, *, gpus: int, fsdp: bool
 ) -> dict[str, float]:
-    """Of one update: operations that their products hold up, operations that their bytes do, the optimizer, peers."""
+    """Return the seconds of one update: compute-bound and memory-bound operations, the optimizer, communication."""
     found = {"products": 0.0, "bytes": 0.0}
     for one, two in zip(passes.small.operations, passes.double.operations, strict=True):
         flops, size = (grown(one[k], two[k], batch) for k in (0, 1))
@@ -327,17 +447,17 @@ def seconds_by_part(
     # Recomputing adds a forward pass to the three that forward and backward cost.
     times = config.optim.accumulate * (4 / 3 if config.recompute else 1)
     seconds = {name: value * times for name, value in found.items()}
-    # AdamW reads weight, gradient and two moments, and writes all but the gradient; averages are read and written too.
-    touched = (28.0 + (12.0 if config.optim.ema else 0.0)) * passes.parameters / (gpus if fsdp else 1)
-    seconds["optimizer"] = touched / (device.bandwidth * 1e9 * BYTES_REACH)
-    # Every gradient passes each link twice; sharded, weights are gathered twice besides. It overlaps with computing.
+    # Weights and state are read and written, gradients read; the EMA reads the weights and is read and written.
+    touched = (12.0 + (12.0 if config.optim.ema else 0.0)) * passes.parameters + 2 * optimizer_bytes(config, passes)
+    seconds["optimizer"] = touched / (gpus if fsdp else 1) / (device.bandwidth * 1e9 * BYTES_REACH)
+    # Every gradient passes each link twice; with FSDP weights are gathered twice besides. It overlaps with computing.
     exchanged = (4.0 + 4.0 * fsdp) * passes.parameters * 2 * (gpus - 1) / gpus
     seconds["exchange between devices"] = exchanged / (device.link * 1e9 * BYTES_REACH)
     return seconds
 
 
 def parts_needed(config: Config, passes: Passes, *, gpus: int, device: Device, fsdp: bool) -> int | None:
-    """The smallest number of accumulated parts with which the batch fits; None if there is none."""
+    """Return the smallest number of micro-batches with which the batch fits; None if there is none."""
     each, rest = divmod(config.optim.batch_size, gpus)
     if rest:
         return None

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from anechoic.config import Config, adopt, check_shares, default_workers, differences, from_json, resolve, to_json
 from anechoic.data import Source
+from anechoic.data.latents import Latents
 from anechoic.data.loader import naming_killed_workers
 from anechoic.data.split import hold_out
 from anechoic.errors import UserError
@@ -34,6 +35,7 @@ from anechoic.runtime.determinism import freeze_garbage, reproducible
 from anechoic.runtime.devices import accelerators, check_devices
 from anechoic.runtime.distributed import (
     World,
+    all_reduce_sum,
     average_gradients,
     barrier,
     broadcast,
@@ -42,7 +44,6 @@ from anechoic.runtime.distributed import (
     launch,
     parallel,
     shared_room,
-    total,
     under_launcher,
     without_averaging,
 )
@@ -62,8 +63,9 @@ from anechoic.training.build import (
     preprocess_of,
 )
 from anechoic.training.checkpointing import Checkpointer, UnshardedCopy, is_sharded
+from anechoic.training.ema import EMA
 from anechoic.training.objectives import Objective, make_objective
-from anechoic.training.optim import AveragedWeights, gradient_norm, learning_rate, set_learning_rate
+from anechoic.training.optim import gradient_norm, learning_rate, set_learning_rate
 from anechoic.training.validation import Samples, make_validator
 
 log = logging.getLogger("anechoic")
@@ -121,6 +123,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False, brief: bo
         set_block_options(model, fused=config.fused, recompute=config.recompute)
         preprocess = preprocess_of(config)
         objective = make_objective(config.objective.name, preprocess=preprocess, **config.objective.options)
+        model.latents = source.card.space if isinstance(source, Latents) else None
         card = checkpoint.model_card(model, preprocess)
 
         # One forward of the model and its objective is what processes average the gradient of.
@@ -140,7 +143,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False, brief: bo
             schedule=optim.schedule,
             min_lr=optim.min_lr,
         )
-        average = AveragedWeights(model, decay=optim.ema) if optim.ema else None
+        ema = EMA(model, decay=optim.ema) if optim.ema else None
         checkpointer = Checkpointer(
             world,
             run,
@@ -148,7 +151,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False, brief: bo
             folder=run_dir / "checkpoints",
             model=model,
             optimizer=optimizer,
-            average=average,
+            ema=ema,
             card=card,
             stack=stack,
         )
@@ -272,8 +275,8 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False, brief: bo
                 raise DivergedError(diverged_sentence(seen, config, run_dir))
             optimizer.step()
             optimizer.zero_grad()
-            if average is not None:
-                average.update(model)
+            if ema is not None:
+                ema.update(model)
             seen += optim.batch_size
             for name, value in values.items():
                 sums[name] = sums.get(name, 0.0) + value
@@ -434,7 +437,7 @@ def to_device(device: torch.device, *tensors: Tensor | None) -> list[Tensor | No
 def agree(world: World, step: dict[str, Tensor], stop: Stop) -> dict[str, float]:
     """The sums over processes of their shares of each number; on the way they learn whether one was asked to stop."""
     asked = torch.tensor(float(stop.asked), device=world.device)
-    *values, anyone = total(world, torch.stack([*(value.float() for value in step.values()), asked])).tolist()
+    *values, anyone = all_reduce_sum(world, torch.stack([*(value.float() for value in step.values()), asked])).tolist()
     if anyone:
         stop.agreed = stop.asked or signal.SIGTERM
     return dict(zip(step, values, strict=True))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anechoic.runtime.fsdp import local, placed, whole
+from anechoic.runtime.fsdp import distribute, full_tensor, local
 
 # The quintic a x + b x^3 + c x^5, five times, brings singular values from 0.01 .. 1 to about 0.7 .. 1.2.
 QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -121,9 +121,9 @@ class Muon(torch.optim.Optimizer):
             if not state:
                 state["momentum"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             average = state["momentum"].lerp_(gradient, 1 - group["momentum"])
-            blends.append(whole(torch.lerp(gradient, average, group["momentum"])))
+            blends.append(full_tensor(torch.lerp(gradient, average, group["momentum"])))
         updates = orthogonalize(torch.stack(blends))
         size = UPDATE_SCALE * max(updates.shape[1:]) ** 0.5
         for (parameter, group), update in zip(members, updates, strict=True):
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            local(parameter).add_(local(placed(update, parameter)), alpha=-group["lr"] * size)
+            local(parameter).add_(local(distribute(update, parameter)), alpha=-group["lr"] * size)

@@ -1,6 +1,6 @@
-"""How weights move: groups of parameters, the learning rate as a function of samples seen, averaged weights.
+"""Parameter groups, the learning rate as a function of samples seen, and the gradient norm. (Appendix A.)
 
-It does not know the loop, the data or the models beyond the names of their parameters. (Appendix A.)
+Of the models only the names of parameters are used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from anechoic.config import Algorithm
 from anechoic.errors import UserError
-from anechoic.runtime.fsdp import local, placed, whole
+from anechoic.runtime.fsdp import full_tensor
 
 WeightDecayOn = Literal["matrices", "all"]
 FIRST_LAYER = ("class_token", "positions", "patch_embed")
@@ -124,31 +124,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def gradient_norm(parameters: Iterable[Tensor], *, clip: float) -> Tensor:
     """The L2 norm of all gradients together, before they are scaled down to norm `clip` (0: they are left alone)."""
     parameters = list(parameters)
-    norm = whole(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+    norm = full_tensor(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
     if clip > 0:
         nn.utils.clip_grads_with_norm_(parameters, clip, norm)
     return norm
-
-
-class AveragedWeights:
-    """Exponential moving average of a model's parameters, from its first weights: m <- decay * m + (1 - decay) * w.
-
-    Buffers (statistics of batch norms, marks) are copied as they are.
-    """
-
-    def __init__(self, model: nn.Module, *, decay: float) -> None:
-        self.decay = decay
-        self.tensors = {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-    @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
-        parameters = dict(model.named_parameters())
-        mine = [local(self.tensors[name]) for name in parameters]
-        torch._foreach_lerp_(mine, [local(parameter) for parameter in parameters.values()], 1 - self.decay)
-        for name, value in model.state_dict().items():
-            if name not in parameters:
-                self.tensors[name].copy_(value)
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, value in self.tensors.items():
-            value.copy_(placed(tensors[name], value))

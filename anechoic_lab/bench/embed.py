@@ -83,7 +83,7 @@ def measure(listing: str, paths: tuple[str, ...], *, rounds: int) -> list[dict[s
 
 def image_flops() -> float:
     """Of one image through the plain network: every product of every token."""
-    from anechoic.training.flops import block_flops
+    from anechoic.training.cost import block_flops
 
     patches, dim = (SIZE // 16) ** 2, MODEL["dim"]
     return 2.0 * patches * 3 * 16 * 16 * dim + MODEL["depth"] * block_flops(1 + patches, dim, 4.0)

@@ -122,7 +122,7 @@ def work_of(point: Point) -> Any:
 
 def flops_of(point: Point) -> float:
     from anechoic.models import model_config
-    from anechoic.training.flops import step_flops
+    from anechoic.training.cost import step_flops
 
     config: Any = model_config("mae_tiny_patch4", **work_of(point).model_options(alpha_min=ALPHA_MIN))
     return step_flops(config, point.batch)

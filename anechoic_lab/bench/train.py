@@ -197,7 +197,7 @@ def named(processes: int, threads: int) -> str:
 def against_peer(work: Work, *, rounds: int, fused: bool = True) -> dict[str, Any]:
     """ours beside the peer and beside the machine, each at its best arrangement."""
     from anechoic.models import model_config
-    from anechoic.training.flops import step_flops
+    from anechoic.training.cost import step_flops
 
     options = {"skips": False}
     entries = {}

@@ -193,6 +193,33 @@ WHITENED = replace(
     first_seed=30,
 )
 
+# Each arm's best learning rate after 2,048,000 samples: by held-out loss, and by k-NN on held-out training images.
+LR_RATES = (1e-3, 5e-4, 4e-3, 2e-3)
+
+
+def lr_variants() -> dict[str, Variant]:
+    return {
+        rate_name("muon", alpha, LONG[1], lr): Variant(
+            photographs(alpha, lr=lr, samples=LONG[1]), replace(EVALUATION, selection=True)
+        )
+        for lr in LR_RATES
+        for alpha in (1.0, 0.6)
+    }
+
+
+LR = replace(
+    LONGEST,
+    name="natural-lr",
+    title="Photographs: each arm's own learning rate after 2,048,000 samples",
+    group="natural-lr",
+    rows=[
+        Row(f"Muon, alpha_min {alpha:g}, peak learning rate {lr:g}", rate_name("muon", alpha, LONG[1], lr))
+        for lr in LR_RATES
+        for alpha in (1.0, 0.6)
+    ],
+    baseline=rate_name("muon", 1.0, LONG[1], 1e-3),
+)
+
 # ---- a folder of photographs, as `pretrain` trains it
 
 FOLDER, FOLDER_SAMPLES = "imagenette/train", 16_640  # twenty epochs
@@ -238,7 +265,8 @@ GROUPS: dict[str, Callable[[], dict[str, Variant]]] = {
     "natural": natural_variants,
     "natural-probe": partial(pair_variants, LONG[0]),
     "natural-whitened": partial(pair_variants, LONG[1]),
+    "natural-lr": lr_variants,
     "natural-rates": rate_variants,
     "folder-rates": folder_variants,
 }
-GRIDS = {grid.name: grid for grid in (NATURAL, PROBE, WHITENED, LENGTH, LONGEST, SEARCH, FOLDER_SEARCH)}
+GRIDS = {grid.name: grid for grid in (NATURAL, PROBE, WHITENED, LENGTH, LONGEST, LR, SEARCH, FOLDER_SEARCH)}

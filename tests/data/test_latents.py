@@ -19,18 +19,14 @@ from anechoic.data.latents import (
     DrawLatents,
     Latents,
     crop_square,
-    decode,
     draw_latents,
-    encode_moments,
-    load_vae,
-    matching_scale,
     read_card,
-    write_latents,
 )
 from anechoic.data.preprocess import Preprocess
 from anechoic.diffusion.generate import Request, generate
 from anechoic.diffusion.process import process_named
 from anechoic.diffusion.samplers import Guidance, sample_batch
+from anechoic.diffusion.vae import decode, encode_moments, load_vae, matching_scale, write_latents
 from anechoic.errors import UserError
 from anechoic.recipes.diffusion import uvit_in100_latent_cond
 from anechoic.rng import SampleGenerator
@@ -152,7 +148,7 @@ def run(cache: Path, tmp_path: Path) -> Path:
     torch.manual_seed(0)
     options = {"dim": 16, "depth": 2, "num_heads": 2, "num_classes": 4, "label_dropout": 0.1}
     model = anechoic.build_model("uvit_mid", image_size=8, in_channels=4, patch_size=2, **options)
-    prepare = Preprocess((0.0,) * 4, (1 / 255,) * 4, 8, 4)
+    prepare = Preprocess((0.0,) * 4, (1.0,) * 4, 8, 4)
     write_model(tmp_path / "run" / "model", model.state_dict(), model_card(model, prepare))
     config = to_json(uvit_in100_latent_cond())
     config["data"]["source"] = str(cache)
@@ -257,17 +253,15 @@ def test_the_verb_encodes_and_refuses_what_is_no_autoencoder(
     (tmp_path / "empty" / "config.json").write_text(json.dumps({"_class_name": "UNet2DModel"}))
     assert "names UNet2DModel" in mistake(tmp_path / "a", "--vae", tmp_path / "empty")
     (tmp_path / "empty" / "config.json").write_text(json.dumps({"_class_name": "AutoencoderKL"}))
-    assert "no autoencoder could be loaded" in mistake(tmp_path / "a", "--vae", tmp_path / "empty")
+    assert "No autoencoder could be loaded" in mistake(tmp_path / "a", "--vae", tmp_path / "empty")
 
 
 def test_another_scale_factor_is_refused(cache: Path, vae: Any) -> None:
-    card = read_card(cache)
-    assert matching_scale(card, vae) == card.scale
-    with pytest.raises(UserError, match=r"scaled by 0\.18215, not 0\.2301"):
-        matching_scale(card, vae, given=0.2301)
+    space = read_card(cache).space
+    assert matching_scale(space, vae) == space.scale
     other = type(vae).from_config({**vae.config, "scaling_factor": 0.2301})
     with pytest.raises(UserError, match=r"scales by 0\.2301"):
-        matching_scale(card, other)
+        matching_scale(space, other)
 
 
 def test_damaged_caches_are_refused(cache: Path, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def load_everything() -> None:
     """Import before forking what the doors use, so that an input pays for itself only."""
     for name in (
         *("datasets", "pyarrow.parquet", "diffusers.models.autoencoders.autoencoder_kl"),
-        *("transformers.models.vit.modeling_vit", "anechoic.data.latents", "anechoic.diffusion.generate"),
+        *("transformers.models.vit.modeling_vit", "anechoic.diffusion.vae", "anechoic.diffusion.generate"),
         *("anechoic.eval.encoders", "anechoic.eval.frechet", "anechoic.index.index", "anechoic.eval.segmentation"),
         *("anechoic.weights.importing", "anechoic.weights.exporting", "anechoic.runtime.sharded_checkpoint"),
     ):
@@ -351,7 +351,7 @@ def make_vae(folder: Path) -> None:
 
 
 def enter_vae(path: Path) -> str:
-    from anechoic.data.latents import load_vae
+    from anechoic.diffusion.vae import load_vae
 
     return type(load_vae(str(path))).__name__
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from zoo import inputs, make
 
 from anechoic.models import build_model, model_config
-from anechoic.training.flops import skip_flops, step_flops
+from anechoic.training.cost import skip_flops, step_flops
 from anechoic_lab.bench import train
 from anechoic_lab.bench.contest import Entry, contest
 from anechoic_lab.bench.timing import Options, Timing

@@ -11,17 +11,16 @@ from tiny_runs import tiny_config
 from anechoic.config import to_json
 from anechoic.data import Loader, open_source
 from anechoic.errors import UserError
-from anechoic.eval.feature_cache import pick_device
-from anechoic.runtime.devices import check_devices, current_device, own_device
+from anechoic.runtime.devices import check_devices, current_device, own_device, pick_device
 from anechoic.runtime.distributed import (
     RankFailedError,
     World,
+    all_reduce_sum,
     broadcast,
     cores_and_processes,
     join,
     launch,
     parallel,
-    total,
 )
 from anechoic.runtime.run import Run
 from anechoic.training.loop import fit, resolve_config
@@ -64,7 +63,7 @@ def crash():
     with join() as world:
         if world.rank == 1:
             raise RuntimeError("a defect in one process")
-        total(world, torch.zeros(1))
+        all_reduce_sum(world, torch.zeros(1))
 
 
 def test_a_mistake_found_by_the_first_process_is_one_sentence():
@@ -83,7 +82,7 @@ def kill_one():
     with join() as world:
         if world.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        total(world, torch.zeros(1))
+        all_reduce_sum(world, torch.zeros(1))
 
 
 def test_of_a_killed_process_one_sentence_is_told(capfd):
@@ -97,7 +96,7 @@ def test_one_process_needs_no_group():
     module = torch.nn.Linear(2, 2)
     assert parallel(world, module) is module
     assert broadcast(world, lambda: 5) == 5
-    assert total(world, torch.ones(3)).tolist() == [1, 1, 1]
+    assert all_reduce_sum(world, torch.ones(3)).tolist() == [1, 1, 1]
 
 
 def test_devices_must_divide_the_batch(tmp_path):

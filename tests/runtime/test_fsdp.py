@@ -23,7 +23,7 @@ from anechoic.data.split import hold_out
 from anechoic.errors import UserError
 from anechoic.runtime import checkpoint
 from anechoic.runtime.distributed import average_gradients, barrier, join, launch, parallel
-from anechoic.runtime.fsdp import is_distributed, local, shard, whole
+from anechoic.runtime.fsdp import full_tensor, is_distributed, local, shard
 from anechoic.runtime.run import read_metrics
 from anechoic.runtime.signals import InterruptedRun
 from anechoic.training import loop as engine
@@ -82,7 +82,7 @@ def gradients(world, name, how):
         assert all(is_distributed(parameter) for parameter in model.parameters())
         held = sum(local(parameter).numel() for parameter in model.parameters())
         assert held < 0.6 * sum(parameter.numel() for parameter in model.parameters())
-    return {name: whole(parameter.grad).clone() for name, parameter in model.named_parameters()}
+    return {name: full_tensor(parameter.grad).clone() for name, parameter in model.named_parameters()}
 
 
 def stop_after(updates, config, folder):

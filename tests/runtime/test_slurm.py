@@ -55,7 +55,7 @@ def submitted(folder: Path, command: tuple[str, ...], started: Callable[[], bool
 def test_a_job_at_its_time_limit_saves_and_is_put_in_line_again(tmp_path: Path) -> None:
     """By the signal Slurm sends, through submitit, which then starts the same job again."""
     out = tmp_path / "run"
-    command = (*TRAIN, "--out", str(out), *TINY[:-1], "12800", "--save.every", "640", "--monitor.knn", "0")
+    command = (*TRAIN, "--out", str(out), *TINY[:-1], "12800", "--save.every", "640", "--validation.knn", "0")
     job = submitted(tmp_path / "jobs", command, lambda: any((out / "checkpoints").glob("[0-9]*")))
     assert job.exception() is None, job.stderr()
     starts = json.loads((out / "env.json").read_text())["starts"]

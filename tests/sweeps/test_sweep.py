@@ -2,31 +2,32 @@
 
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from anechoic.config import Config, DataConfig, ModelConfig, OptimConfig, SaveConfig, ShortcutConfig, ValidationConfig
 from anechoic.errors import UserError
 from anechoic.storage.files import read_json, write_json
-from anechoic.sweeps import sweep as sweep_room
+from anechoic.sweeps import sweep as sweep_module
 from anechoic.sweeps.sweep import (
     ATTEMPTS,
-    OVERHEAD_SECONDS,
     Folders,
     duration,
     estimates,
     outdated,
     sweep,
-    training_flops,
     vary,
     with_settings,
 )
 from anechoic.sweeps.trial import EvalPlan, Trial, finished, run_trial
+from anechoic.training.cost import OVERHEAD_SECONDS, training_flops
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +57,7 @@ def tiny(*, source="digits:train", updates=4, batch=16, **changes):
     return replace(config, **changes)
 
 
-def cell_of(name, config, evaluation=EVALUATION):
+def trial_of(name, config, evaluation=EVALUATION):
     return Trial(f"{name}-seed0", name, config, evaluation)
 
 
@@ -134,9 +135,9 @@ def swept(tmp_path_factory):
     root = tmp_path_factory.mktemp("swept")
     (root / "broken.npz").write_text("this is no archive")
     trials = {
-        "broken": cell_of("broken", tiny(source="broken.npz")),
-        "plain": cell_of("plain", tiny()),
-        "wild": cell_of("wild", tiny(optim=replace(tiny().optim, lr=1e30))),
+        "broken": trial_of("broken", tiny(source="broken.npz")),
+        "plain": trial_of("plain", tiny()),
+        "wild": trial_of("wild", tiny(optim=replace(tiny().optim, lr=1e30))),
     }
     folders = Folders(root / "records", root / "runs", root)
     out = io.StringIO()
@@ -238,7 +239,7 @@ def run_script(script, *arguments):
 
 def test_a_terminated_sweep_goes_on_and_ends_with_the_same_numbers(tmp_path):
     config = tiny(updates=200, batch=32, validation=ValidationConfig(every=3200, report=320))
-    trial = cell_of("long", config, replace(EVALUATION, probe=False))
+    trial = trial_of("long", config, replace(EVALUATION, probe=False))
     folders = Folders(tmp_path / "records", tmp_path / "runs")
     run = folders.run(trial) / "run"
     write_json(tmp_path / "trial.json", trial.to_json())
@@ -272,17 +273,34 @@ def test_a_terminated_sweep_goes_on_and_ends_with_the_same_numbers(tmp_path):
 # ---- how long it takes
 
 
-def test_with_accelerators_each_trial_sees_one(monkeypatch):
+def test_trials_get_one_gpu_each_and_are_pinned_to_a_core_and_thread_only_without_gpus(monkeypatch, tmp_path):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(sweep_room, "available_cores", lambda: list(range(8)))
-    assert sweep_room.cores_for(None) == list(range(8))
-    assert "CUDA_VISIBLE_DEVICES" not in sweep_room.surroundings(0)
-    monkeypatch.setattr(sweep_room, "accelerators", lambda: 2)
-    assert sweep_room.cores_for(None) == [0, 1]
-    assert sweep_room.cores_for(4) == [0, 1, 2, 3]
-    assert [sweep_room.surroundings(place)["CUDA_VISIBLE_DEVICES"] for place in range(4)] == ["0", "1", "0", "1"]
+    monkeypatch.setattr(sweep_module, "available_cores", lambda: list(range(8)))
+    started, pinned = [], []
+
+    class Started:
+        def start(self, command, *, env, **streams):
+            started.append({name: env[name] for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES") if name in env})
+            return SimpleNamespace(pid=12345)
+
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: pinned.append((pid, cores)), raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    folders = Folders(tmp_path / "records", tmp_path / "runs")
+
+    def start(slot):
+        sweep_module.start(trial_of("one", tiny()), folders, 3, Started(), slot=slot)
+        return started[-1]
+
+    assert sweep_module.cores_for(None) == list(range(8))
+    assert start(0) == {"OMP_NUM_THREADS": "1"}
+    assert pinned == [(12345, {3})]
+    monkeypatch.setattr(sweep_module, "accelerators", lambda: 2)
+    assert sweep_module.cores_for(None) == [0, 1]
+    assert sweep_module.cores_for(4) == [0, 1, 2, 3]
+    assert [start(slot) for slot in range(3)] == [{"CUDA_VISIBLE_DEVICES": number} for number in "010"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-    assert [sweep_room.surroundings(place)["CUDA_VISIBLE_DEVICES"] for place in range(3)] == ["5", "7", "5"]
+    assert [start(slot) for slot in range(3)] == [{"CUDA_VISIBLE_DEVICES": number} for number in "575"]
+    assert len(pinned) == 1
 
 
 def test_the_work_of_a_vision_transformer_in_closed_form():
@@ -304,7 +322,7 @@ def test_work_and_estimates_grow_with_the_samples(tmp_path):
     assert training_flops(once) > 0
     assert training_flops(thrice) == pytest.approx(3 * training_flops(once))
     folders = Folders(tmp_path / "records", tmp_path / "runs")
-    found = estimates([cell_of("once", once), cell_of("thrice", thrice)], folders)
+    found = estimates([trial_of("once", once), trial_of("thrice", thrice)], folders)
     assert found["once-seed0"] > OVERHEAD_SECONDS
     work = [found[name] - OVERHEAD_SECONDS for name in ("once-seed0", "thrice-seed0")]
     assert work[1] == pytest.approx(3 * work[0])
@@ -312,7 +330,7 @@ def test_work_and_estimates_grow_with_the_samples(tmp_path):
 
 def test_estimates_learn_from_what_finished_cells_took(tmp_path):
     folders = Folders(tmp_path / "records", tmp_path / "runs")
-    trials = [cell_of("one", tiny()), cell_of("two", tiny(updates=8))]
+    trials = [trial_of("one", tiny()), trial_of("two", tiny(updates=8))]
     before = estimates(trials, folders)
     folders.records.mkdir()
     took = 7 * before["one-seed0"]

@@ -43,7 +43,7 @@ def test_the_paper_s_hours_are_found_from_its_hardware(mae) -> None:
 def test_operations_equal_the_formulas(mae) -> None:
     """Counted on tensors without content, against the products written down for the plain algorithm."""
     from anechoic.models import model_config
-    from anechoic.training.flops import step_flops
+    from anechoic.training.cost import step_flops
 
     config = model_config("mae_base_patch16", alpha_min=0.6)
     formula = step_flops(config, 1)

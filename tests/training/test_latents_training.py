@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +14,10 @@ import torch
 from anechoic.cli.main import main
 from anechoic.config import Config, OptimConfig, ValidationConfig
 from anechoic.data import Array, Loader, Source
-from anechoic.data.latents import DrawLatents, Latents, load_vae, read_card, write_latents
+from anechoic.data.latents import DrawLatents, Latents, read_card
 from anechoic.diffusion.generate import Request, generate
+from anechoic.diffusion.vae import load_vae, write_latents
+from anechoic.errors import UserError
 from anechoic.recipes.diffusion import uvit_in100_latent_cond
 from anechoic.rng import SampleGenerator
 from anechoic.training import loop as engine
@@ -94,7 +98,28 @@ def test_a_model_is_trained_on_latents_and_its_samples_are_decoded(
     assert "chosen on held-out training data" in text
 
 
-def test_the_loader_hands_out_drawn_latents(cache: Path) -> None:
+def test_latents_scale_survives_the_loss_of_the_latents_folder(cache: Path, tmp_path: Path) -> None:
+    """The run's model card keeps it; an autoencoder with another factor is refused instead of used silently."""
+    from diffusers import AutoencoderKL
+
+    moved = tmp_path / "latents"
+    shutil.copytree(cache, moved)
+    card = json.loads((moved / "latents.json").read_text())
+    (moved / "latents.json").write_text(json.dumps({**card, "scale": 0.5}))
+    fit(config_on(moved), tmp_path / "run")
+    request = Request(run=str(tmp_path / "run"), num=2, steps=2, vae=card["vae"])
+    images = generate(request, progress=False)
+    shutil.rmtree(moved)
+    assert torch.equal(generate(request, progress=False).pixels, images.pixels)
+    assert torch.equal(generate(replace(request, vae=None), progress=False).pixels, images.pixels)
+    vae = load_vae(card["vae"])
+    torch.manual_seed(1)
+    AutoencoderKL.from_config({**vae.config, "scaling_factor": 0.25}).save_pretrained(tmp_path / "other")
+    with pytest.raises(UserError, match=r"scaled by 0\.5, this autoencoder scales by 0\.25"):
+        generate(replace(request, vae=str(tmp_path / "other")), progress=False)
+
+
+def test_loader_returns_drawn_latents(cache: Path) -> None:
     found = Latents(cache, labels=True)
     first, again = (
         next(iter(Loader(found, image_size=8, batch_size=6, seed=2, shuffle=True, drop_last=True))) for _ in range(2)

@@ -39,7 +39,7 @@ from anechoic.runtime.run import read_metrics
 from anechoic.storage.files import read_json
 from anechoic.training import loop as engine
 from anechoic.training.build import check
-from anechoic.training.flops import forward_flops
+from anechoic.training.cost import forward_flops
 from anechoic.training.loop import DivergedError, Task, due, fit
 from anechoic.training.objectives import make_objective
 

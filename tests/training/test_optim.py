@@ -9,8 +9,8 @@ from torch import nn
 
 from anechoic.errors import UserError
 from anechoic.models import build_model
+from anechoic.training.ema import EMA
 from anechoic.training.optim import (
-    AveragedWeights,
     gradient_norm,
     layer_of,
     learning_rate,
@@ -106,31 +106,31 @@ def test_ends_of_the_schedules():
     assert learning_rate(0, samples=1000, lr=1.0, warmup=0.0, schedule="cosine") == 1.0
 
 
-def test_average_has_its_closed_form():
+def test_ema_has_its_closed_form():
     """With constant weights w after the start m: decay^n m + (1 - decay^n) w."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     start = copy.deepcopy(model.state_dict())
-    average = AveragedWeights(model, decay=0.9)
+    ema = EMA(model, decay=0.9)
     with torch.no_grad():
         for value in model.parameters():
             value.add_(1.0)
     model[1].running_mean.fill_(7.0)
     for _ in range(5):
-        average.update(model)
+        ema.update(model)
     for name, value in model.named_parameters():
-        torch.testing.assert_close(average.tensors[name], 0.9**5 * start[name] + (1 - 0.9**5) * value)
-    assert (average.tensors["1.running_mean"] == 7.0).all()
-    assert average.tensors["1.num_batches_tracked"].dtype == torch.int64
+        torch.testing.assert_close(ema.tensors[name], 0.9**5 * start[name] + (1 - 0.9**5) * value)
+    assert (ema.tensors["1.running_mean"] == 7.0).all()
+    assert ema.tensors["1.num_batches_tracked"].dtype == torch.int64
 
 
-def test_average_of_decay_zero_is_the_weights():
+def test_ema_of_decay_zero_is_the_weights():
     model = nn.Linear(3, 4)
-    average = AveragedWeights(model, decay=0.0)
+    ema = EMA(model, decay=0.0)
     with torch.no_grad():
         model.weight.mul_(2.0)
-    average.update(model)
-    assert torch.equal(average.tensors["weight"], model.weight)
+    ema.update(model)
+    assert torch.equal(ema.tensors["weight"], model.weight)
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5, 1e6])
