@@ -49,7 +49,7 @@ def test_settings_of_the_paper(function):
     config = function()
     optim = config.optim
     assert (optim.base_lr, optim.betas, optim.weight_decay, optim.warmup) == (1.5e-4, (0.9, 0.95), 0.05, 0.05)
-    assert (optim.batch_size, optim.schedule, optim.decayed, optim.clip, optim.ema) == (
+    assert (optim.batch_size, optim.schedule, optim.weight_decay_on, optim.clip, optim.ema) == (
         1024,
         "cosine",
         "matrices",
