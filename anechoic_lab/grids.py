@@ -39,7 +39,7 @@ class Grid:
     name: str
     title: str
     claim: str
-    """what the paper says, in our words"""
+    """the paper's claim in our words"""
     group: str
     rows: Sequence[Row]
     metrics: Mapping[str, str]
@@ -53,16 +53,16 @@ class Grid:
     others: Sequence[str] = ()
     """groups with other seeds of the same variants, whose records its page shows too"""
     first_seed: int = 0
-    """seeds are counted from here: a claim is made with seeds that no choice has seen"""
+    """the first seed: a claim is tested with seeds that no choice used"""
     panels: Mapping[str, str] = field(default_factory=lambda: KNN_PANELS)
     """lists of numbers, one per layer, that a page of kind blocks or early draws: key in a record -> title"""
 
     def needed(self) -> list[str]:
-        """Every variant that its page is made of, once."""
+        """Return every variant of its page, once."""
         return list(dict.fromkeys([self.baseline, *(row.variant for row in self.rows), *self.baselines]))
 
     def trials(self, variants: Mapping[str, Variant], count: int) -> list[Trial]:
-        """Of every variant, with so many seeds."""
+        """Return `count` trials of every variant."""
         seeds = range(self.first_seed, self.first_seed + count)
         return [
             trial

@@ -1,4 +1,4 @@
-"""Records of trials that were never run, the pages made of them, and how tests read such pages."""
+"""Constructed records of trials, pages of them, and readers of such pages."""
 
 import json
 
@@ -17,7 +17,7 @@ CHECKPOINTS = (1000, 2000, 4000)
 
 
 def fake_metrics(rng):
-    """Everything any page asks for, random."""
+    """Return random values for every metric that a page reads."""
     keys = [f"{kind}_{token}" for kind in ("knn", "knn_standardized") for token in ("mean", "class")]
     plain = [
         *cifar_length.MEASURES,
@@ -92,7 +92,7 @@ def page(grid, results, out):
 
 
 def tables_of(text):
-    """Lists of rows of equal width: a Markdown table with a trial missing would shift its columns."""
+    """Return the Markdown tables of a page as lists of rows of cells."""
     tables, current = [], []
     for line in [*text.splitlines(), ""]:
         if line.startswith("| "):
@@ -108,7 +108,7 @@ def pictures_of(text):
 
 
 def with_probes(results, grid, table):
-    """table: variant -> one probe accuracy per seed"""
+    """Write and return records; table: variant -> one probe accuracy per seed."""
     for variant, values in table.items():
         for seed, value in enumerate(values):
             write_record(results / grid.group, variant, seed, {"diverged": False, "probe_mean": value})

@@ -59,7 +59,7 @@ def made_pages() -> dict[str, str]:
         "contributing.md": relinked((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")),
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
         "citation.txt": (ROOT / "CITATION.cff").read_text(encoding="utf-8"),
-        "reference/verbs.md": verbs_page(),
+        "reference/commands.md": verbs_page(),
         "reference/python.md": python_page(),
         "reference/settings.md": settings_page(),
         "reference/recipes.md": recipes_page(),
@@ -148,8 +148,8 @@ def python_page() -> str:
     parts = [
         "# Python",
         "",
-        "Everything here is an attribute of `anechoic` and loads on first use. The [verbs](verbs.md) are functions "
-        "of it too, and return an `Outcome` with `config`, `metrics`, `seed`, `seconds` and `text`.",
+        "Everything here is an attribute of `anechoic` and loads on first use. The [commands](commands.md) are "
+        "functions of it too, and return an `Outcome` with `config`, `metrics`, `seed`, `seconds` and `text`.",
         "",
     ]
     for name in names:

@@ -1,7 +1,7 @@
 """Find private or British words where the field has a common one: `python tools/words.py [PATH ...]`.
 
 Every finding is a line with the word and what to write instead. Quotations (Markdown lines that begin with `>`) and the
-titles of cited works are exempt, and so is a line that a rule's exception matches.
+titles of cited works are exempt, and so is a line that a rule's exception matches; an exception sees `PATH: LINE`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RULES: tuple[tuple[str, str, str], ...] = (
     (r"(?:to be|can be|be|cannot be) had|for want of|had from afar|afar", "not found, not available", ""),
     (r"anew|come again|in line again", "again, retry, requeue", ""),
     (r"made to harm|distrust\w*", "malicious, untrusted", ""),
-    (r"(?:another|five|other|which|several|many|a|the|each|same|across|two|its|of) hands?|hands", "style (of a drawing)", r"hands? (?:over|to|in)\b|by hand|hand-|-hand|hands-on"),
+    (r"(?:another|five|other|which|several|many|a|the|each|same|across|two|its|of) hands?|hands", "style (of a drawing)", r"hands? (?:over|to|in)\b|by hand|hand-|-hand|hands-on|\"hands|evidence/hands|names \(hands"),
     (r"twins?", "residual baseline", ""),
     (r"core[- ](?:hours?|minutes?)|(?:minutes?|hours?) of one core", "CPU hours, CPU minutes", ""),
     (r"peak rates?", "peak learning rate", ""),
@@ -49,7 +49,7 @@ RULES: tuple[tuple[str, str, str], ...] = (
     (r"gives|says|tells", "returns, prints, reports", ""),
     (r"hands? out|handed out|puts? out", "returns", ""),
     (r"verbs?", "command", ""),
-    (r"faults?", "defect, bug, failure", r"fault injection|[Cc]rash|CRASH|inject|[Ss]egmentation fault|segfault"),
+    (r"faults?", "defect, bug, failure", r"tests/crash/|fault injection|[Cc]rash|CRASH|inject|[Ss]egmentation fault|segfault"),
 )  # fmt: skip
 COMPILED = [(re.compile(rf"(?<![A-Za-z])(?:{found})(?![A-Za-z])", re.I), instead, re.compile(fine) if fine else None) for found, instead, fine in RULES]  # fmt: skip
 
@@ -62,7 +62,7 @@ def findings(path: Path) -> list[str]:
         if path.suffix == ".md" and line.lstrip().startswith(">"):
             continue
         for rule, instead, fine in COMPILED:
-            if fine and fine.search(line):
+            if fine and fine.search(f"{name}: {line}"):
                 continue
             found += [f"{name}:{number}: {match.group()!r}: {instead}" for match in rule.finditer(line)]
     return found

@@ -222,8 +222,8 @@ def verdict(demo: Demo) -> str:
         f"{bests['decayed'][0]} ({bests['decayed'][1]:.1f} %), the residual one after block {bests['residual'][0]} "
         f"({bests['residual'][1]:.1f} %). Raw pixels find {pixels:.1f} %: they keep where everything is, which a mean "
         f"over patches gives up; all patch tokens together find {tokens:.1f} %. This is one seed and one short "
-        f"training, which decides nothing about the method: docs/evidence/hands.md has five seeds at a fair learning "
-        f"rate, and docs/when-does-it-pay.md when to expect the paper's gains."
+        f"training, which decides nothing about the method: docs/evidence/emoji-styles.md has five seeds at a fair "
+        f"learning rate, and docs/when-does-it-pay.md when to expect the paper's gains."
     )
 
 

@@ -129,7 +129,7 @@ def choose_model(size: int, image_size: int, *, accelerators: int) -> ModelConfi
 def choose_pocket_lr(algorithm: Algorithm, *, batch_size: int, samples: int) -> float:
     """Muon's best rate by held-out loss (docs/protocol.md) falls with the length of the run, from 8e-3 for 32,000 and
     96,000 samples to 4e-3 for 512,000; beyond 8e-3 short runs may be much worse. One seed has it rise with the batch,
-    from 4e-3 at 32 to 16e-3 at 512 (docs/evidence/muon-rates.md), which is not in the rule."""
+    from 4e-3 at 32 to 16e-3 at 512 (docs/evidence/muon-lr.md), which is not in the rule."""
     if algorithm == "adamw":
         return 1e-3 * batch_size / 128
     return float(f"{8e-3 * min(1.0, math.sqrt(100_000 / samples)):.2g}")

@@ -1,6 +1,6 @@
-"""Contestants that live in processes of their own, so that threads and memory of one are not another's.
+"""Contestants in subprocesses, so that they share neither threads nor memory.
 
-Each waits without computing until it is told to take steps; the clock runs in the process that tells them.
+Each waits until the parent process asks for steps; the parent process measures the time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Step = Callable[[], object]
 class Entry:
     """make(world, *arguments) -> step, called in each of `processes` processes of `threads` threads.
 
-    Several processes find each other as those of a run do; the world says which one it is."""
+    Several processes find each other as those of a run do; the world has its rank."""
 
     make: Callable[..., Step]
     arguments: tuple[Any, ...] = ()
@@ -36,7 +36,7 @@ class Entry:
 
 
 class Contestant:
-    """The processes of one entry, which answer once they are ready. Use it in a `with` statement, which ends them."""
+    """The processes of one entry. Use it in a `with` statement, which ends them."""
 
     def __init__(self, entry: Entry) -> None:
         context = multiprocessing.get_context("spawn")
@@ -47,12 +47,12 @@ class Contestant:
             mine, theirs = context.Pipe()
             process = context.Process(target=serve, args=(theirs, entry, rank, port))
             process.start()
-            theirs.close()  # else the end of a process that died would never be noticed
+            theirs.close()  # else the exit of a process would not close the pipe
             self.pipes.append(mine)
             self.processes.append(process)
 
     def run(self, steps: int) -> float:
-        """Seconds a step, from the word to the last process's answer."""
+        """Return the seconds per step, until the last process has answered."""
         start = time.perf_counter()
         for pipe in self.pipes:
             pipe.send(steps)
@@ -60,7 +60,7 @@ class Contestant:
         return (time.perf_counter() - start) / steps
 
     def memory_mb(self) -> float:
-        """The largest resident size so far, of all processes together."""
+        """Return the peak resident memory, summed over processes."""
         for pipe in self.pipes:
             pipe.send(0)
         return sum(self.gather())
@@ -90,7 +90,7 @@ def free_port() -> int:
 
 
 def serve(pipe: Connection, entry: Entry, rank: int, port: int) -> None:
-    """The life of a contestant's process: make the step, then take as many as asked for (0: tell the memory)."""
+    """Make the step, then take as many as requested (0: send the peak memory)."""
     import torch
 
     from anechoic.runtime.distributed import join
@@ -117,7 +117,7 @@ def serve(pipe: Connection, entry: Entry, rank: int, port: int) -> None:
 
 
 def resident_peak_mb() -> float:
-    """Of this process since it was started."""
+    """Return the peak resident memory of this process."""
     status = Path("/proc/self/status")
     if status.exists():
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
@@ -129,7 +129,7 @@ def resident_peak_mb() -> float:
 
 
 def contest(entries: Mapping[str, Entry], *, rounds: int, turn: float = 0.5) -> tuple[Timing, dict[str, float]]:
-    """Seconds a step of every entry, in turns of at least `turn` seconds, and each one's memory in MB."""
+    """Return the seconds per step of every entry, in turns of at least `turn` seconds, and its memory in MB."""
     with ExitStack() as stack:
         contestants = {name: stack.enter_context(Contestant(entry)) for name, entry in entries.items()}
         for one in contestants.values():

@@ -93,7 +93,7 @@ def jpeg_rows(folder: Path, *, rounds: int, workers: int) -> list[dict[str, Any]
     sampler = RandomSampler(dataset, replacement=True, num_samples=BATCH * BATCHES)
     crops = DataLoader(dataset, BATCH, sampler=sampler, num_workers=workers)
 
-    # Every turn starts its workers anew, so that nobody works ahead while another is timed.
+    # Every turn starts its own workers, so that no contestant prefetches while another is timed.
     def peer() -> None:
         for _ in crops:
             pass
@@ -128,7 +128,7 @@ def jpeg_rows(folder: Path, *, rounds: int, workers: int) -> list[dict[str, Any]
 
 
 def reader(source: Source, workers: int, *, cache: bool, simplejpeg: bool, batches: int) -> Callable[[], None]:
-    """Our pipeline: a function that reads so many batches of normalized crops, with Pillow alone or with simplejpeg."""
+    """Return a function that reads `batches` batches of normalized crops with our pipeline."""
     loader = Loader(source, image_size=JPEG_SIZE, batch_size=BATCH, shuffle=True, workers=workers, cache=cache)
     installed = decoding.simplejpeg
 

@@ -1,7 +1,7 @@
 """How the cost of our training step grows: along the batch, the width, the depth, the tokens, and with more cores.
 
-There is no peer. One thing at a time is changed in a small masked autoencoder with decayed shortcuts and skips, and
-every row says how the seconds of a step grew from the row before it: the exponent e of cost ~ size^e, beside the
+There is no peer. One setting at a time is changed in a small masked autoencoder with decayed shortcuts and skips. A
+row reports how the seconds of a step grew from the row before it: the exponent e of cost ~ size^e, beside the
 exponent of the plain algorithm's matrix products. The ratio of a row is the speed of a step beside the axis's first.
 All axes but the last run on one thread, where nothing but the work itself can make a step slower.
 """

@@ -1,13 +1,12 @@
 """Time to quality: seconds until a network is as good as transformers' ViTMAE is at the end of a fixed budget.
 
-The peer trains the original masked autoencoder with AdamW at the best of five peak rates, which is found first, with a
-seed of its own, by the loss on held-out images. Ours trains as the pocket recipe does (skips, Muon), with residual
+The peer trains the original masked autoencoder with AdamW at the best of five peak learning rates, found first by
+the loss on held-out images with a seed of its own. Ours trains as the pocket recipe does (skips, Muon), with residual
 shortcuts, which the rule of `pretrain` chooses at this length. Both read the same images, crops and batches, on one
 thread each, one after the other, and are measured alike: the loss on held-out images with fixed masks, and a linear
-probe of the frozen mean token. Ours tries ever longer trainings, each with a schedule of its own. What counts is the
-whole time of the shortest that is at least as good, on average over the seeds, and is followed by another such: one
-lucky length decides nothing. Time is that of the processor, which on one thread is what a clock shows where nothing
-else runs.
+probe of the frozen mean token. Ours tries ever longer trainings, each with a schedule of its own. The result is
+the time of the shortest that is at least as good on average over the seeds and is followed by another such length.
+Time is CPU time, which on one thread equals wall time on a quiet machine.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ if TYPE_CHECKING:
 
 PEERS = ("transformers", "torch")
 SAMPLES = 96_000
-PEER_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
+PEER_LRS = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
 SEARCH_SEED = 100
 SHARES = (1 / 12, 1 / 8, 1 / 6, 1 / 5, 1 / 4, 1 / 3, 1 / 2, 1.0)  # of the peer's samples
-FITTED, TESTED = 10_000, 5_000  # images of a probe, at most
+MAX_TRAIN, MAX_TEST = 10_000, 5_000  # images of a probe
 GOALS = {"loss": "held-out loss", "probe": "linear probe"}
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training came to: its seconds of processor time, its loss on held-out images, its probe's accuracy."""
+    """The result of a training: CPU seconds, loss on held-out images, accuracy of the probe."""
 
     samples: int
     seconds: float
@@ -48,19 +47,19 @@ class Trained:
 
 
 def run(options: Options) -> list[dict[str, Any]]:
-    """A row for the loss and one for the probe; every training that was run is told in both."""
+    """Return a row for the loss and one for the probe; both list every training."""
     try:
         import transformers  # noqa: F401 (only whether it is there)
     except ImportError as error:
         raise UserError('This benchmark needs an extra package: pip install "anechoic[bench]".') from error
     with tempfile.TemporaryDirectory() as folder:
         race = Race(options.small, Path(folder))
-        searched = {rate: race.peer(SEARCH_SEED, rate) for rate in PEER_RATES}
-        rate = min(searched, key=lambda rate: searched[rate].loss)
-        peers = [race.peer(seed, rate) for seed in range(options.rounds)]
+        searched = {lr: race.peer(SEARCH_SEED, lr) for lr in PEER_LRS}
+        lr = min(searched, key=lambda lr: searched[lr].loss)
+        peers = [race.peer(seed, lr) for seed in range(options.rounds)]
         ours = race.until_good(peers)
-    search = {f"{rate:g}": asdict(found) for rate, found in searched.items()}
-    return [goal_row(goal, race.work, peers, ours) | {"peer_rate": rate, "peer_rates": search} for goal in GOALS]
+    search = {f"{lr:g}": asdict(found) for lr, found in searched.items()}
+    return [goal_row(goal, race.work, peers, ours) | {"peer_rate": lr, "peer_rates": search} for goal in GOALS]
 
 
 def goal_row(goal: str, work: Work, peers: list[Trained], ours: list[list[Trained]]) -> dict[str, Any]:
@@ -125,12 +124,12 @@ class Race:
                 break
         return ours
 
-    def peer(self, seed: int, rate: float) -> Trained:
+    def peer(self, seed: int, lr: float) -> Trained:
         from anechoic.weights.importing import Choices, import_checkpoint
 
         config = replace(self.config, seed=seed)
         folder = self.next_folder()
-        seconds = in_a_process(train_peer, config, self.work, rate, folder)
+        seconds = in_a_process(train_peer, config, self.work, lr, folder)
         network = import_checkpoint(folder, Choices()).network
         return self.measured(network, config, SAMPLES, seconds)
 
@@ -164,7 +163,7 @@ class Race:
         validation = make_validator(replace(config, seed=0), objective, source, *parts, preprocess=preprocess)
         loss = validation.losses(network, torch.device("cpu"))["loss"]
         eval_data = open_eval_data(*self.eval_data, channels=preprocess.channels)
-        spec = EvalSpec(("probe",), poolings=("mean",), max_train=FITTED, max_test=TESTED)
+        spec = EvalSpec(("probe",), poolings=("mean",), max_train=MAX_TRAIN, max_test=MAX_TEST)
         probe = Evaluator(spec, cached=False).run(Encoder("network", network, preprocess), eval_data)
         return Trained(samples, seconds, loss, 100 * probe.value("probe", pooling="mean"))
 
@@ -186,7 +185,7 @@ def train_ours(config: Config, folder: Path) -> float:
     return time.process_time() - start
 
 
-def train_peer(config: Config, work: Work, rate: float, folder: Path) -> float:
+def train_peer(config: Config, work: Work, lr: float, folder: Path) -> float:
     """transformers' network under AdamW, with our images, warm-up and cosine, and no decay of biases and norms."""
     import torch
 
@@ -215,9 +214,9 @@ def train_peer(config: Config, work: Work, rate: float, folder: Path) -> float:
         }
         for is_matrix, decay in ((True, 0.05), (False, 0.0))
     ]
-    optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
     for seen in range(0, SAMPLES, optim.batch_size):
-        lr = learning_rate(seen, samples=SAMPLES, lr=rate, warmup=optim.warmup, schedule=optim.schedule)
+        lr = learning_rate(seen, samples=SAMPLES, lr=lr, warmup=optim.warmup, schedule=optim.schedule)
         set_learning_rate(optimizer, lr)
         network(pixel_values=prepare(next(batches).images)).loss.backward()
         optimizer.step()

@@ -2,7 +2,7 @@
 
 The same architecture (the original MAE), batch, mask ratio and precision; a step is forward, backward and AdamW. The
 peer gets one or two threads, whichever is faster; ours one process of two threads or two of one that average
-gradients, at the small sizes also compiled, and the row says which. The limit is a product of large matrices in the
+gradients, at the small sizes also compiled, and the row names which. The limit is a product of large matrices in the
 same arrangement of processes and threads.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from anechoic.runtime.distributed import World
 
 PEERS = ("transformers", "torch")
-PAIRS = 300  # turns of the decayed and of the residual network: their ratio is wanted to one per cent
+PAIRS = 300  # turns of the decayed and of the residual network, for a ratio to 1 %
 MUON_PAIRS = 60
 
 

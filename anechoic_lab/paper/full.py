@@ -1,6 +1,6 @@
 """The paper's tables and figures at the paper's scale: the recipes of anechoic.recipes under every setting they had.
 
-Meant for accelerators; nothing here was trained by us. Data is expected as imagenet/train, imagenet/val,
+Meant for GPUs; nothing here was trained by us. Data is expected as imagenet/train, imagenet/val,
 imagenet100/train, imagenet100/val, cifar100/train.parquet, cifar100/test.parquet, in100-latents.
 """
 

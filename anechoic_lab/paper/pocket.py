@@ -1,10 +1,10 @@
-"""The paper's tables and figures at pocket scale, and the map of when decayed shortcuts pay: variants for two cores.
+"""The paper's tables and figures at pocket scale: variants that train on two CPU cores.
 
 The protocol, fixed before the grid was run: CIFAR-100 at 32 pixels in patches of 8, the paper's random resized crops
 and flips, mask ratio 0.75, normalized pixels, AdamW with the paper's betas and weight decay, 5 % warm-up and a cosine,
 batch 128. Evaluated on frozen features: a weighted 20-NN vote (on the features as they are, and standardized) and a
 converged logistic regression, fitted to 5,000 training images and tested on 3,000 test images. Three seeds. Nothing is
-chosen on test labels: settings come from the paper and from the time there is.
+chosen on test labels: settings come from the paper and from the time available.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def mae(
     flip: bool | None = None,
     **options: Any,
 ) -> Config:
-    """A pocket autoencoder; checkpoints: how many are kept along the way."""
+    """Return a pocket autoencoder; checkpoints: the number kept during training."""
     samples = samples // batch * batch
     return Config(
         data=DataConfig(
@@ -109,7 +109,7 @@ PROBES = {
 
 
 def probe(value: float) -> dict[str, float]:
-    """The paper's linear probe, beside both tokens'."""
+    """Return the paper's linear probe as the reference of both tokens."""
     return {"probe_mean": value, "probe_class": value}
 
 

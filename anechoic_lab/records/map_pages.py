@@ -1,7 +1,7 @@
 """Pages of the map: pairs that differ in alpha alone, over length and settings, and what their branches write.
 
-As in pages.py, which has the others: numbers come from statistics.py, tables from tables.py, pictures from
-anechoic.pages.figures; nothing is measured here.
+pages.py has the other pages. Numbers come from statistics.py, tables from markdown_tables.py, pictures from
+anechoic.pages.figures.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from anechoic_lab.records.statistics import (
 
 
 def length_body(grid: Grid, records: Records, out: Path) -> list[str]:
-    """Decayed minus residual at every checkpoint of the long runs: where the sign turns, or where it should."""
+    """Return decayed minus residual at every checkpoint of the long runs, and where the sign changes."""
     (residual, decayed) = (grid.rows[0].variant, grid.rows[1].variant)
     keys = {
         "knn_mean": "k-NN, mean token",
@@ -74,17 +74,17 @@ def onset_words(seen: Sequence[int], per_seed: Sequence[Sequence[float]], found:
         return f"the mean difference turns positive at about {turned:,.0f} samples."
     onset = extrapolate([float(x) for x in seen], per_seed)
     if onset.slope <= 0 or onset.at is None:
-        return f"no onset in sight: the difference changes by {onset.slope:+.2f} points per doubling of the length."
+        return f"no onset: the difference changes by {onset.slope:+.2f} points per doubling of the length."
     high = f"{onset.high:,.0f}" if onset.high is not None else "never"
     low = f"{onset.low:,.0f}" if onset.low is not None else "never"
     return (
         f"still behind; {onset.slope:+.2f} points per doubling of the length put the onset at about {onset.at:,.0f} "
-        f"samples (95 % of resampled seeds: {low} to {high}), if the line goes on."
+        f"samples (95 % of resampled seeds: {low} to {high}), if the trend continues."
     )
 
 
 def axes_body(grid: Grid, records: Records, out: Path) -> list[str]:
-    """Decayed minus residual, each pair with its own residual baseline."""
+    """Return decayed minus residual, each pair with its own residual baseline."""
     leads = leads_of(grid, records)
     curves = {
         grid.metrics[key]: {"difference": [e.at(row.label) for row, e in zip(grid.rows, found, strict=True) if e.n]}
@@ -95,7 +95,7 @@ def axes_body(grid: Grid, records: Records, out: Path) -> list[str]:
 
 
 def lengths_body(grid: Grid, records: Records, out: Path) -> list[str]:
-    """Decayed minus residual over the length that ends each label, of whole trainings with a schedule of their own."""
+    """Return decayed minus residual over the length that ends each label; every length is a training of its own."""
     leads = leads_of(grid, records, shared_spread=True)
     curves: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
     for i, row in enumerate(grid.rows):
@@ -110,13 +110,13 @@ def lengths_body(grid: Grid, records: Records, out: Path) -> list[str]:
 
 
 SHARED_SPREAD = (
-    f"Lengths with fewer than {ENOUGH} seeds cannot tell how much seeds differ: their intervals take the spread of the "
-    "differences at all lengths together."
+    f"Lengths with fewer than {ENOUGH} seeds have too few differences to estimate a spread: their intervals use the "
+    "spread of the differences at all lengths."
 )
 
 
 def leads_of(grid: Grid, records: Records, *, shared_spread: bool = False) -> dict[str, list[Estimate]]:
-    """metric -> every row's difference to its own baseline"""
+    """Return metric -> the difference of every row to its own baseline."""
     estimates = estimates_with_shared_spread if shared_spread else partial(map, estimate)
     return {
         key: list(estimates([records.differences(row.variant, baseline_of(row), key) for row in grid.rows]))
@@ -126,7 +126,7 @@ def leads_of(grid: Grid, records: Records, *, shared_spread: bool = False) -> di
 
 
 def pairs_and_figure(grid: Grid, records: Records, leads: Mapping[str, Sequence[Estimate]]) -> list[str]:
-    """The difference of every row to its own baseline, what was measured, and the figure."""
+    """Return the difference of every row to its own baseline, what was measured, and the figure."""
     lines = [line(["decayed minus its residual baseline", *(grid.metrics[key] for key in leads), "seeds"])]
     lines.append(line(["---"] * (len(leads) + 2)))
     for i, row in enumerate(grid.rows):
@@ -139,13 +139,13 @@ def pairs_and_figure(grid: Grid, records: Records, leads: Mapping[str, Sequence[
 
 
 def baseline_of(row: Row) -> str:
-    """The residual variant that differs from the row's in alpha alone."""
+    """Return the residual variant that differs from the row in alpha alone."""
     name = row.variant.rpartition("-")[0]
     return f"{name}-alpha1"
 
 
 def anatomy_body(grid: Grid, records: Records, out: Path) -> list[str]:
-    """What was measured at the end, then ranks of every branch at the end and of the last one over training."""
+    """Return what was measured at the end, then ranks of every branch at the end and of the last one over training."""
     names = {
         "writer_rank": "effective rank of the matrix that writes a branch",
         "output_rank": "effective rank of what a branch writes",

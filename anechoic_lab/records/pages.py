@@ -1,6 +1,6 @@
 """Pages from records: a Markdown file and pictures for every grid, the same bytes whenever the records are the same.
 
-Numbers come from statistics.py, tables from tables.py, pictures from anechoic.pages.figures; nothing is measured here.
+Numbers come from statistics.py, tables from markdown_tables.py, pictures from anechoic.pages.figures.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from anechoic_lab.records.statistics import Estimate, Records, dig, estimate, ov
 
 
 def write_page(grid: Grid, results: Path, out: Path, *, command: str) -> Path:
-    """docs page of one grid: claim, table, what follows, picture, and where the numbers come from."""
+    """Write the page of one grid: claim, table, conclusion, picture, and provenance."""
     records = records_of(grid, results)
     out.mkdir(parents=True, exist_ok=True)
     parts = [f"# {grid.title}", ""]
@@ -43,8 +43,8 @@ def has_records(grid: Grid, results: Path) -> bool:
 
 
 def write_index(grids: Sequence[Grid], results: Path, out: Path, *, tally: bool = False) -> Path:
-    """The list of all pages with how much of each has been run; tally: there is a page of all pairs too."""
-    lines = ["# Evidence", "", INTRODUCTION, "", "| page | trials with a record | processor time |", "|---|---|---|"]
+    """Write the list of all pages with the number of records of each; tally: link the page of all pairs."""
+    lines = ["# Evidence", "", INTRODUCTION, "", "| page | trials with a record | CPU time |", "|---|---|---|"]
     for grid in grids:
         records = records_of(grid, results)
         shown = grid.needed()
@@ -62,8 +62,8 @@ INTRODUCTION = (
     "Every page here is written by `anechoic reproduce all --report docs/evidence` from the records in "
     "`results/evidence`, one JSON file for each trained and evaluated network with its config, seed, commit, machine "
     "and times. `anechoic reproduce NAME` runs what is missing; `anechoic reproduce --verify FILE` repeats one record. "
-    "Accuracies are per cent; ± is the half-width of a 95 % interval (Student's t over seeds); differences are formed "
-    "seed by seed. What the protocol is, and why it is so small, is said in [the protocol](../protocol.md)."
+    "Accuracies are in %; ± is the half-width of a 95 % interval (Student's t over seeds); differences are formed "
+    "seed by seed. [The protocol](../protocol.md) explains the settings and the scale."
 )
 
 
@@ -85,7 +85,7 @@ def table_body(grid: Grid, records: Records, out: Path) -> list[str]:
 
 
 def dynamics_body(grid: Grid, records: Records, out: Path) -> list[str]:
-    """Rank and accuracy at the kept checkpoints, and how they go together across alpha_min."""
+    """Return rank and accuracy at the kept checkpoints, and their correlation across alpha_min."""
     ranks, accuracies = (
         {row.label: over_time(records, row.variant, key) for row in grid.rows} for key in ("entropy_mean", "knn_mean")
     )
@@ -121,7 +121,7 @@ def dynamics_body(grid: Grid, records: Records, out: Path) -> list[str]:
 
 
 def correlation(pairs: Sequence[tuple[float, float]]) -> str:
-    """Pearson's coefficient with its interval; two points always lie on a line, so they say nothing."""
+    """Return Pearson's coefficient with its interval; two points always lie on a line, so three are needed."""
     if len(pairs) < 3:
         return "too few rows"
     found = pearson([x for x, _ in pairs], [y for _, y in pairs])
@@ -130,7 +130,7 @@ def correlation(pairs: Sequence[tuple[float, float]]) -> str:
 
 
 def layers_body(grid: Grid, records: Records, out: Path) -> list[str]:
-    """Rank over depth, a panel for each depth."""
+    """Return rank over depth, a panel for each depth."""
     curves: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
     for row in grid.rows:
         panel, _, name = row.label.partition(", ")
@@ -154,7 +154,7 @@ def layers_body(grid: Grid, records: Records, out: Path) -> list[str]:
 
 
 def blocks_body(grid: Grid, records: Records, out: Path) -> list[str]:
-    """Accuracy after every block, and what each row is ahead of the baseline at the same block."""
+    """Return accuracy after every block, and the lead of each row over the baseline at the same block."""
     panels = grid.panels
     curves = {
         title: {row.label: [e.at(float(i)) for i, e in enumerate(records.curve(row.variant, key))] for row in grid.rows}
@@ -176,7 +176,7 @@ def blocks_body(grid: Grid, records: Records, out: Path) -> list[str]:
 
 
 def early_body(grid: Grid, records: Records, out: Path) -> list[str]:
-    """The layer that was chosen beforehand, then all of them."""
+    """Return the layer that was chosen beforehand, then all layers."""
     return [
         *measured_table(grid, records),
         "",
@@ -187,12 +187,12 @@ def early_body(grid: Grid, records: Records, out: Path) -> list[str]:
 
 
 def losses_body(grid: Grid, records: Records, out: Path) -> list[str]:
-    """Numbers whose third decimal matters, over the rate that ends each label; the smallest of each series is bold."""
+    """Return losses over the learning rate that ends each label; the smallest of each series is bold."""
     key, title = next(iter(grid.metrics.items()))
     series: dict[str, list[tuple[str, float, Estimate]]] = {}
     for row in grid.rows:
-        name, _, rate = row.label.rpartition(", peak rate ")
-        series.setdefault(name, []).append((row.label, float(rate), records.mean(row.variant, key)))
+        name, _, lr = row.label.rpartition(", peak learning rate ")
+        series.setdefault(name, []).append((row.label, float(lr), records.mean(row.variant, key)))
     lines = [line(["", title, "seeds"]), line(["---"] * 3)]
     for points in series.values():
         least = min((found.mean for _, _, found in points if found.n), default=math.nan)
@@ -207,20 +207,20 @@ def losses_body(grid: Grid, records: Records, out: Path) -> list[str]:
         }
         for length in lengths
     }
-    figures.draw_estimates(curves, out / grid.name, xlabel="peak rate, as a power of two")
+    figures.draw_estimates(curves, out / grid.name, xlabel="peak learning rate, as a power of two")
     return [*lines, "", f"![{grid.title}]({grid.name}.png)"]
 
 
 def norms_body(grid: Grid, records: Records, out: Path) -> list[str]:
-    """The norm of the last block's tokens over training, with and without zero-initialized branches."""
+    """Return the norm of the last block's tokens over training, with and without zero-initialized branches."""
     curves: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
     for row in grid.rows:
         panel, _, name = row.label.partition(", ")
         tables = [metrics["training"] for metrics in records.metrics(row.variant).values()]
         points = []
-        for looks in zip(*tables, strict=False):
-            mean = estimate(look["token_norm"][-1] for look in looks)
-            points.append(mean.at(float(looks[0]["seen"])))
+        for validations in zip(*tables, strict=False):
+            mean = estimate(one["token_norm"][-1] for one in validations)
+            points.append(mean.at(float(validations[0]["seen"])))
         curves.setdefault(panel, {})[name] = points
     figures.draw_estimates(curves, out / grid.name, xlabel="samples seen", ylabel="token norm, last block")
     return [
@@ -236,7 +236,7 @@ def norms_body(grid: Grid, records: Records, out: Path) -> list[str]:
 
 
 def pictures_body(grid: Grid, records: Records, out: Path) -> list[str]:
-    """The first seed's pictures, as the record keeps them."""
+    """Return the pictures of the first seed, as its record keeps them."""
     lines = [*measured_table(grid, records), ""]
     for row in grid.rows:
         kept = {seed: metrics for seed, metrics in records.metrics(row.variant).items() if "pictures" in metrics}
@@ -287,6 +287,6 @@ def provenance(grid: Grid, records: Records, command: str) -> list[str]:
     length = " and ".join(f"{count:,}" for count in samples)
     folders = ", ".join(f"`results/evidence/{group}`" for group in (grid.group, *grid.others))
     return [
-        f"{len(shown)} records in {folders}, {length} samples each, {minutes:.0f} processor "
-        f"minutes in all, evaluation included; commit {commits}; {machines}. `{command}` runs what is missing."
+        f"{len(shown)} records in {folders}, {length} samples each, {minutes:.0f} CPU "
+        f"minutes in total, evaluation included; commit {commits}; {machines}. `{command}` runs what is missing."
     ]

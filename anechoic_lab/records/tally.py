@@ -1,6 +1,6 @@
 """The search for a setting in which decayed shortcuts pay: every pair that was run in one table, and what it cost.
 
-Numbers come from statistics.py, as on the other pages; a line here repeats what its own page shows in full.
+A line here repeats what its own page shows in full.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Pair(NamedTuple):
         return self.records.difference(self.decayed, self.residual, key)
 
     def leads_by_block(self) -> list[Estimate]:
-        """k-NN of the mean token behind every block, the first to the last."""
+        """Return the lead in k-NN of the mean token after every block."""
         depth = len(self.records.curve(self.decayed, "layers.mean.knn"))
         return [self.lead(f"layers.mean.knn.{block}") for block in range(1, depth)]
 
@@ -53,7 +53,7 @@ class Pair(NamedTuple):
 
 
 def pairs(grids: Sequence[Grid], results: Path) -> Iterator[Pair]:
-    """Every pair that has a record on both sides, once."""
+    """Yield every pair that has a record on both sides, once."""
     seen = set()
     for grid in (grid for grid in grids if grid.name in SEARCHED):
         records = Records(results / grid.group)
@@ -78,16 +78,16 @@ def write_tally(grids: Sequence[Grid], results: Path, out: Path) -> Path:
         "page",
         "seeds",
         *MEASURES.values(),
-        "furthest ahead, k-NN of the mean",
-        "minutes",
+        "largest lead, k-NN of the mean",
+        "CPU minutes",
     ]
     lines = [
         "# The search for a setting that profits",
         "",
         "Every masked autoencoder of the map with skips and decayed shortcuts, beside its residual baseline: "
-        "the same skips, budget, data and seed. Points of accuracy of the last block, then the block behind which the "
-        "decayed network is furthest ahead. ± is half of a 95 % interval over seeds; a line with one seed has none. "
-        "Minutes are those of both sides on one core.",
+        "the same skips, budget, data and seed. Percentage points of the last block, then the block after which the "
+        "decayed network leads most. ± is half of a 95 % interval over seeds; a line with one seed has none. "
+        "Minutes are CPU minutes (1 core) of both sides.",
         "",
         line(titles),
         line(["---"] * len(titles)),
@@ -110,7 +110,7 @@ def write_tally(grids: Sequence[Grid], results: Path, out: Path) -> Path:
             )
         )
         named = {title: leads[key] for key, title in MEASURES.items()}
-        named |= {f"k-NN, mean, behind block {i + 1} of {len(blocks)}": lead for i, lead in enumerate(blocks[:-1])}
+        named |= {f"k-NN, mean, after block {i + 1} of {len(blocks)}": lead for i, lead in enumerate(blocks[:-1])}
         compared += sum(lead.n >= ENOUGH for lead in named.values())
         wins += [
             f"{pair.label}, {title} ([{pair.grid.name}]({pair.grid.name}.md)): {signed(lead)}, {lead.n} seeds"
@@ -121,10 +121,10 @@ def write_tally(grids: Sequence[Grid], results: Path, out: Path) -> Path:
     lines += [f"- {win}" for win in wins] or ["- none"]
     lines += [
         "",
-        f"Of {compared} comparisons without any effect about {0.025 * compared:.0f} would look like a lead by chance.",
+        f"Of {compared} comparisons without any effect about {0.025 * compared:.0f} would show a lead by chance.",
         "",
-        f"The whole search so far: {spent(found)} Where the gap of the last block would close if it went on as in the "
-        "long runs is on [the page of training length](length.md).",
+        f"The whole search: {spent(found)} [The page of training length](length.md) extrapolates where the gap of the "
+        "last block would close.",
     ]
     path = out / "tally.md"
     out.mkdir(parents=True, exist_ok=True)
@@ -133,11 +133,11 @@ def write_tally(grids: Sequence[Grid], results: Path, out: Path) -> Path:
 
 
 def spent(found: Sequence[Pair]) -> str:
-    """Records and processor hours of all pairs; a residual baseline of several counts once."""
+    """Return records and CPU hours of all pairs; a shared residual baseline counts once."""
     seconds = {
         (pair.grid.group, variant, seed): record["cpu_seconds"]
         for pair in found
         for variant in (pair.decayed, pair.residual)
         for seed, record in pair.records.by_variant[variant].items()
     }
-    return f"{len(seconds)} networks trained and evaluated, {sum(seconds.values()) / 3600:.1f} hours of one core."
+    return f"{len(seconds)} networks trained and evaluated, {sum(seconds.values()) / 3600:.1f} CPU hours."

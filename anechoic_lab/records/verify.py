@@ -1,4 +1,4 @@
-"""Whether a record measured again says the same: every number of two records, side by side."""
+"""Compare a record with its repetition: every number of two records."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-# Another processor rounds differently, and training amplifies it; by this much per cent points two accuracies of the
-# same seed may differ. On the same kind of machine and the same commit nothing should differ at all.
+# Another CPU rounds differently, and training amplifies it: two accuracies of the same seed may differ by this many
+# percentage points. On the same kind of machine and the same commit nothing should differ.
 TOLERANCE_POINTS = 3.0
 SAME = ("cpu", "system", "torch", "numpy")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """compared: how many numbers; largest: of the absolute differences of the headline numbers, infinite where one of
-    the two is missing or where only one of the runs diverged."""
+    """compared: the number of numbers; largest: the largest absolute difference of the headline numbers, infinite where
+    one of the two is missing or where only one of the runs diverged."""
 
     identical: bool
     compared: int
@@ -26,7 +26,7 @@ class Comparison:
 
 
 def numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """Every number of nested JSON with its path."""
+    """Yield every number of nested JSON with its path."""
     if isinstance(value, bool | int | float):
         yield name, float(value)
     elif isinstance(value, dict):
@@ -38,8 +38,11 @@ def numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
 
 
 def headline(metrics: dict[str, Any]) -> dict[str, float]:
-    """What a record is compared by: its accuracies and the like, or where it has none the last held-out loss in per
-    cent of a loss of 1, which is what predicting the mean of normalized pixels costs."""
+    """Return the numbers that a record is compared by.
+
+    These are its accuracies, or without any the last held-out loss in % of 1, the loss of predicting the mean of
+    normalized pixels.
+    """
     plain = {key: value for key, value in metrics.items() if isinstance(value, float)}
     if plain or not metrics["training"]:
         return plain
@@ -66,7 +69,7 @@ def compare(record: dict[str, Any], again: dict[str, Any]) -> Comparison:
 
 
 def verdict_text(record: dict[str, Any], again: dict[str, Any], found: Comparison) -> str:
-    """One sentence that also says what a difference may come from."""
+    """Return one sentence, with the possible cause of a difference."""
     if found.identical:
         return f"all {found.compared} numbers are the same."
     if record["metrics"]["diverged"] != again["metrics"]["diverged"]:

@@ -1,7 +1,7 @@
 """Inside the branches: what AdamW and Muon make of matrices that start at zero, with and without an echo of the input.
 
-The photographs of natural.py, looked at sixteen times along the way. By the fold a decayed network is a plain one whose
-branches learn faster, and nothing hides what they write: if the first updates have few directions, its features do.
+The CIFAR-100 runs of cifar_length.py with sixteen checkpoints. By the fold a decayed network is a residual one whose
+branches have higher learning rates: if the first updates have few directions, so do its features.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Photographs at a fair rate: CIFAR-100, the pocket protocol, each arm at its own best of five peak rates.
+"""CIFAR-100 over the length of training: the pocket protocol, each arm at its own best of five peak learning rates.
 
-The rates are chosen by the loss on 256 held-out images, never by a label, with a seed of their own; the claim is made
-with seeds that no choice had seen, on 10,000 images to fit and vote and 5,000 to test.
+The learning rates are chosen by the loss on 256 held-out images, never by a label, with a seed of their own. The claim
+is tested with seeds that no choice used, on 10,000 training images and 5,000 test images. Folders of records keep their
+first names (natural, natural-rates, natural-probe, natural-whitened).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from anechoic.recipes.pretrain import pretrain_config
 from anechoic.sweeps.trial import EvalPlan
 from anechoic_lab.grids import KNN_PANELS, Grid, Row, Variant
 from anechoic_lab.paper.pocket import PROBES, TEST, TRAIN, mae
-from anechoic_lab.studies.lr_search import FIRST_FRESH_SEED, WORDS, Rates, rate_search
+from anechoic_lab.studies.lr_search import FIRST_FRESH_SEED, WORDS, LearningRates, lr_search
 
 SAMPLES = 96_000
 LONG = (512_000, 2_048_000)
@@ -33,49 +34,48 @@ def photographs(
     return replace(config, optim=replace(config.optim, algorithm=algorithm))
 
 
-# ---- the search for the rates
+# ---- the search for the learning rates
 
-# What is best for a short run need not be for a long one.
-MUON_RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
-RATES: Rates = {
-    ("muon", 1.0, SAMPLES): MUON_RATES,
-    ("muon", 0.6, SAMPLES): MUON_RATES,
+MUON_LRS = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
+LRS: LearningRates = {
+    ("muon", 1.0, SAMPLES): MUON_LRS,
+    ("muon", 0.6, SAMPLES): MUON_LRS,
     ("adamw", 1.0, SAMPLES): (5e-4, 1e-3, 2e-3, 4e-3, 8e-3),
-    ("muon", 1.0, LONG[0]): MUON_RATES,
-    ("muon", 0.6, LONG[0]): MUON_RATES,
+    ("muon", 1.0, LONG[0]): MUON_LRS,
+    ("muon", 0.6, LONG[0]): MUON_LRS,
 }
 
 
-def rate_name(algorithm: Algorithm, alpha: float, samples: int, lr: float) -> str:
-    """Those of the first length have no length in their name."""
+def lr_name(algorithm: Algorithm, alpha: float, samples: int, lr: float) -> str:
+    """Return the name of a trial; names of the first length have no length in them."""
     length = "" if samples == SAMPLES else f"{samples // 1000}k-"
     return f"{algorithm}-{length}lr{lr:g}-alpha{alpha:g}"
 
 
-def rate_variants() -> dict[str, Variant]:
+def lr_variants() -> dict[str, Variant]:
     return {
-        rate_name(algorithm, alpha, samples, lr): Variant(
+        lr_name(algorithm, alpha, samples, lr): Variant(
             photographs(alpha, algorithm=algorithm, lr=lr, samples=samples), EvalPlan()
         )
-        for (algorithm, alpha, samples), rates in RATES.items()
-        for lr in rates
+        for (algorithm, alpha, samples), lrs in LRS.items()
+        for lr in lrs
     }
 
 
-SEARCH = rate_search(
-    "natural-search",
-    "Photographs: peak rates by held-out loss",
-    RATES,
+SEARCH = lr_search(
+    "cifar-search",
+    "CIFAR-100: peak learning rates by held-out loss",
+    LRS,
     group="natural-rates",
-    variant=rate_name,
-    baseline=rate_name("muon", 1.0, SAMPLES, 8e-3),
+    variant=lr_name,
+    baseline=lr_name("muon", 1.0, SAMPLES, 8e-3),
 )
 
 
 # ---- the claim, and the same over length
 
-# (algorithm, samples) -> peak rate, with Muon that of both alphas. Two are not searched yet: AdamW's, which is that of
-# drawings, and that of the longest runs, which goes on as from the first length to the second.
+# (algorithm, samples) -> peak learning rate, with Muon that of both alphas. Two are not searched yet: AdamW's, which is
+# that of drawings, and that of the longest runs, which continues the step from the first length to the second.
 BEST: dict[tuple[Algorithm, int], float] = {
     ("muon", SAMPLES): 8e-3,
     ("adamw", SAMPLES): 2e-3,
@@ -83,8 +83,8 @@ BEST: dict[tuple[Algorithm, int], float] = {
     ("muon", LONG[1]): 2e-3,
 }
 ALPHAS = (1.0, 0.9, 0.8, 0.6)
-# alpha -> rates after the longest training, where a lead of decay may be the rate's
-LONGEST_RATES = {1.0: (1e-3, 2e-3, 4e-3), 0.6: (2e-3, 4e-3)}
+# alpha -> learning rates of the longest training, where the choice may cause a lead of decay
+LONGEST_LRS = {1.0: (1e-3, 2e-3, 4e-3), 0.6: (2e-3, 4e-3)}
 
 
 def name_of(algorithm: Algorithm, alpha: float, samples: int = SAMPLES) -> str:
@@ -92,11 +92,11 @@ def name_of(algorithm: Algorithm, alpha: float, samples: int = SAMPLES) -> str:
 
 
 def longest_name(alpha: float, lr: float) -> str:
-    """Those of the usual rate have no rate in their name."""
-    return name_of("muon", alpha, LONG[1]) if lr == BEST["muon", LONG[1]] else rate_name("muon", alpha, LONG[1], lr)
+    """Return the name of a trial; names of the usual learning rate have none in them."""
+    return name_of("muon", alpha, LONG[1]) if lr == BEST["muon", LONG[1]] else lr_name("muon", alpha, LONG[1], lr)
 
 
-def natural_variants() -> dict[str, Variant]:
+def length_variants() -> dict[str, Variant]:
     arms: list[tuple[Algorithm, float, int]] = [
         *(("muon", alpha, SAMPLES) for alpha in ALPHAS),
         ("adamw", 1.0, SAMPLES),
@@ -109,14 +109,14 @@ def natural_variants() -> dict[str, Variant]:
         for algorithm, alpha, samples in arms
     } | {
         longest_name(alpha, lr): Variant(photographs(alpha, lr=lr, samples=LONG[1]), EVALUATION)
-        for alpha, rates in LONGEST_RATES.items()
-        for lr in rates
+        for alpha, lrs in LONGEST_LRS.items()
+        for lr in lrs
     }
 
 
-NATURAL = Grid(
-    name="natural",
-    title="Photographs: probe and k-NN at the best rate of each arm",
+CIFAR = Grid(
+    name="cifar",
+    title="CIFAR-100: probe and k-NN at the best learning rate of each arm",
     claim="With decay and skips the frozen features of a masked autoencoder are far better than without "
     "(ImageNet-1K: linear probe 72.7 against 67.8 %, k-NN 63.9 against 27.4 %).",
     group="natural",
@@ -132,8 +132,8 @@ NATURAL = Grid(
 )
 
 LENGTH = Grid(
-    name="natural-length",
-    title="Photographs: the lead of decayed shortcuts over the length of training",
+    name="cifar-length",
+    title="CIFAR-100: the lead of decayed shortcuts over the length of training",
     claim="",
     group="natural",
     rows=[
@@ -148,14 +148,14 @@ LENGTH = Grid(
 )
 
 LONGEST = Grid(
-    name="natural-longest",
-    title="Photographs: is the lead after 2,048,000 samples the rate's?",
+    name="cifar-longest",
+    title="CIFAR-100: does the learning rate explain the lead after 2,048,000 samples?",
     claim="",
     group="natural",
     rows=[
-        Row(f"Muon, alpha_min {alpha:g}, peak rate {lr:g}", longest_name(alpha, lr))
-        for alpha, rates in LONGEST_RATES.items()
-        for lr in rates
+        Row(f"Muon, alpha_min {alpha:g}, peak learning rate {lr:g}", longest_name(alpha, lr))
+        for alpha, lrs in LONGEST_LRS.items()
+        for lr in lrs
     ],
     metrics={key: words for key, words in MEASURES.items() if key != "entropy"},
     baseline=name_of("muon", 1.0, LONG[1]),
@@ -168,25 +168,25 @@ LONGEST = Grid(
 
 
 def pair_variants(samples: int) -> dict[str, Variant]:
-    return {name: natural_variants()[name] for name in (name_of("muon", alpha, samples) for alpha in (1.0, 0.6))}
+    return {name: length_variants()[name] for name in (name_of("muon", alpha, samples) for alpha in (1.0, 0.6))}
 
 
 PROBE = replace(
-    NATURAL,
-    name="natural-probe",
-    title="Photographs: the class token's probe after 512,000 samples, on fresh seeds",
+    CIFAR,
+    name="cifar-probe",
+    title="CIFAR-100: the class token's probe after 512,000 samples, on fresh seeds",
     group="natural-probe",
     rows=[Row(f"Muon, alpha_min {alpha:g}", name_of("muon", alpha, LONG[0])) for alpha in (1.0, 0.6)],
     baseline=name_of("muon", 1.0, LONG[0]),
     first_seed=20,
 )
 
-# The eight pairs at this length suggest another, that of drawings: k-NN of the whitened mean token. The first pair of
-# the longest runs, seed 10, has it ahead by three points. Named before seeds from 30 on were run.
+# The eight pairs at this length suggest another lead, as with drawings: k-NN of the whitened mean token. The first pair
+# of the longest runs, seed 10, leads by three points. Named before seeds from 30 on were run.
 WHITENED = replace(
-    NATURAL,
-    name="natural-whitened",
-    title="Photographs: k-NN of the whitened mean token after 2,048,000 samples, on fresh seeds",
+    CIFAR,
+    name="cifar-whitened",
+    title="CIFAR-100: k-NN of the whitened mean token after 2,048,000 samples, on fresh seeds",
     group="natural-whitened",
     rows=[Row(f"Muon, alpha_min {alpha:g}", name_of("muon", alpha, LONG[1])) for alpha in (1.0, 0.6)],
     baseline=name_of("muon", 1.0, LONG[1]),
@@ -194,36 +194,36 @@ WHITENED = replace(
 )
 
 # Each arm's best learning rate after 2,048,000 samples: by held-out loss, and by k-NN on held-out training images.
-LR_RATES = (1e-3, 5e-4, 4e-3, 2e-3)
+OWN_LRS = (1e-3, 5e-4, 4e-3, 2e-3)
 
 
-def lr_variants() -> dict[str, Variant]:
+def longest_lr_variants() -> dict[str, Variant]:
     return {
-        rate_name("muon", alpha, LONG[1], lr): Variant(
+        lr_name("muon", alpha, LONG[1], lr): Variant(
             photographs(alpha, lr=lr, samples=LONG[1]), replace(EVALUATION, selection=True)
         )
-        for lr in LR_RATES
+        for lr in OWN_LRS
         for alpha in (1.0, 0.6)
     }
 
 
 LR = replace(
     LONGEST,
-    name="natural-lr",
-    title="Photographs: each arm's own learning rate after 2,048,000 samples",
+    name="cifar-lr",
+    title="CIFAR-100: each arm's own learning rate after 2,048,000 samples",
     group="natural-lr",
     rows=[
-        Row(f"Muon, alpha_min {alpha:g}, peak learning rate {lr:g}", rate_name("muon", alpha, LONG[1], lr))
-        for lr in LR_RATES
+        Row(f"Muon, alpha_min {alpha:g}, peak learning rate {lr:g}", lr_name("muon", alpha, LONG[1], lr))
+        for lr in OWN_LRS
         for alpha in (1.0, 0.6)
     ],
-    baseline=rate_name("muon", 1.0, LONG[1], 1e-3),
+    baseline=lr_name("muon", 1.0, LONG[1], 1e-3),
 )
 
 # ---- a folder of photographs, as `pretrain` trains it
 
 FOLDER, FOLDER_SAMPLES = "imagenette/train", 16_640  # twenty epochs
-FOLDER_RATES: dict[Algorithm, tuple[float, ...]] = {
+FOLDER_LRS: dict[Algorithm, tuple[float, ...]] = {
     "adamw": (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3),
     "muon": (1e-3, 2e-3, 4e-3, 8e-3, 16e-3),
 }
@@ -232,8 +232,8 @@ FOLDER_RATES: dict[Algorithm, tuple[float, ...]] = {
 def folder_variants() -> dict[str, Variant]:
     """1,000 photographs by the rules of `pretrain`: 64 pixels in patches of 8, depth 8, batch 64, plain shortcuts."""
     found = {}
-    for algorithm, rates in FOLDER_RATES.items():
-        for lr in rates:
+    for algorithm, lrs in FOLDER_LRS.items():
+        for lr in lrs:
             config = pretrain_config(FOLDER, size=1000, side=160, accelerators=0, algorithm=algorithm, lr=lr)
             config = replace(
                 config,
@@ -248,13 +248,13 @@ def folder_variants() -> dict[str, Variant]:
 
 FOLDER_SEARCH = Grid(
     name="folder-search",
-    title="A folder of 1,000 photographs: peak rates by held-out loss",
+    title="A folder of 1,000 photographs: peak learning rates by held-out loss",
     claim="",
     group="folder-rates",
     rows=[
-        Row(f"{WORDS[algorithm]}, {FOLDER_SAMPLES:,} samples, peak rate {lr:g}", f"{algorithm}-lr{lr:g}")
-        for algorithm, rates in FOLDER_RATES.items()
-        for lr in rates
+        Row(f"{WORDS[algorithm]}, {FOLDER_SAMPLES:,} samples, peak learning rate {lr:g}", f"{algorithm}-lr{lr:g}")
+        for algorithm, lrs in FOLDER_LRS.items()
+        for lr in lrs
     ],
     metrics={"training.-1.held_out_loss": "held-out loss"},
     baseline="adamw-lr0.0005",
@@ -262,11 +262,11 @@ FOLDER_SEARCH = Grid(
 )
 
 GROUPS: dict[str, Callable[[], dict[str, Variant]]] = {
-    "natural": natural_variants,
+    "natural": length_variants,
     "natural-probe": partial(pair_variants, LONG[0]),
     "natural-whitened": partial(pair_variants, LONG[1]),
-    "natural-lr": lr_variants,
-    "natural-rates": rate_variants,
+    "natural-lr": longest_lr_variants,
+    "natural-rates": lr_variants,
     "folder-rates": folder_variants,
 }
-GRIDS = {grid.name: grid for grid in (NATURAL, PROBE, WHITENED, LENGTH, LONGEST, LR, SEARCH, FOLDER_SEARCH)}
+GRIDS = {grid.name: grid for grid in (CIFAR, PROBE, WHITENED, LENGTH, LONGEST, LR, SEARCH, FOLDER_SEARCH)}

@@ -1,6 +1,6 @@
 """The map of when decayed shortcuts pay: pairs that differ in alpha alone, over length, settings, remedies and depth.
 
-Everything not said here is the pocket protocol of pocket.py.
+All other settings are those of the pocket protocol (pocket.py).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from anechoic.sweeps.trial import EvalPlan
 from anechoic_lab.grids import Grid, Row, Variant
 from anechoic_lab.paper.pocket import EVALUATION, MAP_SAMPLES, PAIR, PROBES, TEST, TRAIN, mae
 
-# ---- one thing changed
+# ---- one setting changed
 
 LONG_SAMPLES = 512_000
 # Samples seen at the checkpoints of the long runs, which have a constant learning rate: each is the end of a run too.
 LENGTHS = tuple(LONG_SAMPLES * i // 8 // 128 * 128 for i in range(1, 9))
 
-# name -> (what differs from the pocket setting, in words; the settings)
+# name -> (the difference from the pocket protocol in words, the settings)
 AXES: dict[str, tuple[str, dict[str, Any]]] = {
     "base": ("the pocket setting", {}),
     "depth3": ("depth 3", {"depth": 3, "decoder_depth": 1}),
@@ -43,7 +43,7 @@ AXES_EVALUATIONS = {
 
 
 def axes_variants() -> dict[str, Variant]:
-    """Pairs (residual, decayed) that differ from the pocket setting in one thing."""
+    """Return pairs (residual, decayed) that differ from the pocket protocol in one setting."""
     found = {
         f"{name}-alpha{alpha:g}": Variant(
             mae(alpha, **{"samples": MAP_SAMPLES, **changes}), AXES_EVALUATIONS.get(name, EVALUATION)
@@ -62,7 +62,7 @@ def effective_decay_of(alpha_min: float, *, branches: int) -> float:
 
 AXES_GRID = Grid(
     name="axes",
-    title="The map: what changes when one thing changes",
+    title="The map: one setting changed",
     claim="",
     group="axes",
     rows=[
@@ -167,7 +167,7 @@ SEARCH_DEPTHS, SEARCH_ALPHAS = (2, 3, 4), (1.0, 0.8, 0.6)
 
 
 def search_variants() -> dict[str, Variant]:
-    """Shallow encoders: decay gathers abstraction in the first blocks, so a network may end where it is ahead."""
+    """Return shallow encoders: decay makes the first blocks more abstract, so a network may end where it leads."""
     return {
         f"depth{depth}-alpha{alpha:g}": Variant(mae(alpha, depth=depth, decoder_depth=max(1, depth // 2)), EVALUATION)
         for depth in SEARCH_DEPTHS
@@ -200,7 +200,7 @@ EARLY_SAMPLES = 160_000
 
 
 def early_variants() -> dict[str, Variant]:
-    """The paper's depth on patches of 4: is the stream more abstract where little of it has been taken away yet?"""
+    """Return encoders of the paper's depth on patches of 4: does decay lead in the first blocks?"""
     evaluation = EvalPlan(TRAIN, TEST, probe_layers=(2, 3, EARLY, 5, 6))
     settings: dict[str, Any] = {"patch_size": 4, "depth": 12, "batch": 64, "lr": 7e-4, "samples": EARLY_SAMPLES}
     return {f"alpha{alpha:g}": Variant(mae(alpha, **settings), evaluation) for alpha in PAIR}

@@ -1,9 +1,10 @@
-"""One thing, five hands: autoencoders on emoji, where the echo of the pixels is the hand and the abstraction the thing.
+"""Emoji in five styles: the style is in the pixels (the echo of the input), the object is the abstraction.
 
 The protocol: all 5,150 drawings at 48 pixels in patches of 8, without labels, crops from half the area, the rest as in
-pocket.py. How often is the nearest of 1,030 drawings by another hand one of the same thing, on average over the 20
-ordered pairs of hands? Each optimizer has its own best of the peak rates below, chosen for each arm by the loss on 256
-held-out drawings, never by a label; the claim is made with seeds that no choice had seen.
+pocket.py. The measure: how often is the nearest of 1,030 drawings in another style one of the same object, on average
+over the 20 ordered pairs of styles? Each optimizer has its own best of the peak learning rates below, chosen for each
+arm by the loss on 256 held-out drawings, never by a label. The claim is tested with seeds that no choice used. Folders
+of records keep their first names (hands, hands-rates, hands-class, hands-whitened).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from anechoic.config import Algorithm, Config
 from anechoic.sweeps.trial import EvalPlan
 from anechoic_lab.grids import Grid, Row, Variant
 from anechoic_lab.paper.pocket import mae
-from anechoic_lab.studies.lr_search import FIRST_FRESH_SEED, WORDS, Rates, rate_search
+from anechoic_lab.studies.lr_search import FIRST_FRESH_SEED, WORDS, LearningRates, lr_search
 
 SAMPLES = 96_000
 SEARCH_SAMPLES = 32_000
@@ -24,7 +25,7 @@ EVALUATION = EvalPlan("emoji:train", "emoji:test", probe=False, retrieval="emoji
 
 
 def emoji(alpha_min: float, *, algorithm: Algorithm = "muon", lr: float = 1e-3, samples: int = SAMPLES) -> Config:
-    """An autoencoder of drawings; no label is read."""
+    """Return an autoencoder of drawings; no label is read."""
     config = mae(alpha_min, samples=samples, lr=lr, source="emoji", image_size=48)
     return replace(
         config,
@@ -33,47 +34,47 @@ def emoji(alpha_min: float, *, algorithm: Algorithm = "muon", lr: float = 1e-3, 
     )
 
 
-# ---- the search for the rates, and what they change
+# ---- the search for the learning rates, and what they change
 
-RATES: Rates = {
+LRS: LearningRates = {
     ("adamw", 1.0, SEARCH_SAMPLES): (5e-4, 1e-3, 2e-3, 4e-3, 8e-3),
     ("muon", 1.0, SEARCH_SAMPLES): (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3),
     ("muon", 0.6, SEARCH_SAMPLES): (2e-3, 4e-3, 8e-3, 16e-3, 32e-3),
     **{("muon", alpha, SAMPLES): (1e-3, 2e-3, 4e-3, 8e-3, 16e-3) for alpha in ALPHAS},
 }
-FULL_RATES = RATES["muon", 1.0, SAMPLES]
+FULL_LRS = LRS["muon", 1.0, SAMPLES]
 
 
-def rate_name(algorithm: Algorithm, alpha: float, samples: int, lr: float) -> str:
+def lr_name(algorithm: Algorithm, alpha: float, samples: int, lr: float) -> str:
     return f"{algorithm}-{samples // 1000}k-lr{lr:g}-alpha{alpha:g}"
 
 
-def rate_variants() -> dict[str, Variant]:
-    """Every arm at every rate; only runs of full length are searched for things, after the rate was chosen."""
+def lr_variants() -> dict[str, Variant]:
+    """Return every arm at every learning rate; only runs of full length are evaluated, after the choice."""
     return {
-        rate_name(algorithm, alpha, samples, lr): Variant(
+        lr_name(algorithm, alpha, samples, lr): Variant(
             emoji(alpha, algorithm=algorithm, lr=lr, samples=samples),
             EVALUATION if samples == SAMPLES else EvalPlan(),
         )
-        for (algorithm, alpha, samples), rates in RATES.items()
-        for lr in rates
+        for (algorithm, alpha, samples), lrs in LRS.items()
+        for lr in lrs
     }
 
 
-SEARCH = rate_search(
-    "hands-search",
-    "One thing, five hands: peak rates by held-out loss",
-    RATES,
+SEARCH = lr_search(
+    "emoji-styles-search",
+    "Emoji in five styles: peak learning rates by held-out loss",
+    LRS,
     group="hands-rates",
-    variant=rate_name,
-    baseline=rate_name("muon", 1.0, SAMPLES, 8e-3),
+    variant=lr_name,
+    baseline=lr_name("muon", 1.0, SAMPLES, 8e-3),
 )
 
 
 # ---- the claim
 
 BEST: dict[tuple[float, Algorithm], float] = {(1.0, "adamw"): 2e-3, (1.0, "muon"): 8e-3, (0.6, "muon"): 8e-3}
-# Longer runs want lower rates; these follow those of photographs (natural.py), where they were searched.
+# Longer runs need lower learning rates; these follow those of photographs (cifar_length.py), where they were searched.
 LONG = {384_000: 4e-3, 1_920_000: 2e-3}
 MEASURES = {
     "retrieval_mean": "retrieval, mean token",
@@ -88,8 +89,8 @@ MEASURES = {
 }
 
 
-def hands_variants() -> dict[str, Variant]:
-    """Every arm at its best rate; those of the first length have no length in their name."""
+def style_variants() -> dict[str, Variant]:
+    """Return every arm at its best learning rate; names of the first length have no length in them."""
     found = {
         f"{algorithm}-alpha{alpha:g}": Variant(
             emoji(alpha, algorithm=algorithm, lr=lr), replace(EVALUATION, baselines=(alpha, algorithm) == (1.0, "muon"))
@@ -107,13 +108,13 @@ def long_name(alpha: float, samples: int) -> str:
     return f"muon-{samples // 1000}k-alpha{alpha:g}"
 
 
-HANDS = Grid(
-    name="hands",
-    title="One thing, five hands: retrieval across drawing styles",
+STYLES = Grid(
+    name="emoji-styles",
+    title="Emoji in five styles: retrieval across styles",
     claim="Decayed shortcuts make the deep features of a generative learner more abstract.",
     group="hands",
     rows=[
-        Row(f"{WORDS[algorithm]}, alpha_min {alpha:g}, peak rate {lr:g}", f"{algorithm}-alpha{alpha:g}")
+        Row(f"{WORDS[algorithm]}, alpha_min {alpha:g}, peak learning rate {lr:g}", f"{algorithm}-alpha{alpha:g}")
         for (alpha, algorithm), lr in BEST.items()
     ],
     metrics=MEASURES,
@@ -128,20 +129,20 @@ HANDS = Grid(
 )
 
 LEAD = Grid(
-    name="hands-rates",
-    title="One thing, five hands: the lead of decayed shortcuts over the peak rate",
+    name="emoji-styles-lr",
+    title="Emoji in five styles: the lead of decayed shortcuts over the peak learning rate",
     claim="",
     group="hands-rates",
-    rows=[Row(f"Muon, peak rate {lr:g}, alpha_min 0.6", rate_name("muon", 0.6, SAMPLES, lr)) for lr in FULL_RATES],
+    rows=[Row(f"Muon, peak learning rate {lr:g}, alpha_min 0.6", lr_name("muon", 0.6, SAMPLES, lr)) for lr in FULL_LRS],
     metrics=MEASURES,
-    baseline=rate_name("muon", 1.0, SAMPLES, 8e-3),
+    baseline=lr_name("muon", 1.0, SAMPLES, 8e-3),
     kind="axes",
-    baselines=[rate_name("muon", 1.0, SAMPLES, lr) for lr in FULL_RATES],
+    baselines=[lr_name("muon", 1.0, SAMPLES, lr) for lr in FULL_LRS],
 )
 
 LENGTH = Grid(
-    name="hands-length",
-    title="One thing, five hands: the lead of decayed shortcuts over the length of training",
+    name="emoji-styles-length",
+    title="Emoji in five styles: the lead of decayed shortcuts over the length of training",
     claim="",
     group="hands",
     rows=[
@@ -159,41 +160,42 @@ LENGTH = Grid(
     first_seed=FIRST_FRESH_SEED,
 )
 
-# ---- what the seeds above suggested, put to the test with seeds of their own
+# ---- what the seeds above suggested, tested with fresh seeds
 
 
 def muon_variants() -> dict[str, Variant]:
-    return {f"muon-alpha{alpha:g}": hands_variants()[f"muon-alpha{alpha:g}"] for alpha in ALPHAS}
+    return {f"muon-alpha{alpha:g}": style_variants()[f"muon-alpha{alpha:g}"] for alpha in ALPHAS}
 
 
 def best_variants() -> dict[str, Variant]:
-    return {row.variant: hands_variants()[row.variant] for row in HANDS.rows}
+    return {row.variant: style_variants()[row.variant] for row in STYLES.rows}
 
 
 # Seeds 10 to 14 left open whether the class token leads: four of the five did.
 CLASS_TOKEN = replace(
-    HANDS,
-    name="hands-class",
-    title="One thing, five hands: the class token on fresh seeds",
+    STYLES,
+    name="emoji-styles-class",
+    title="Emoji in five styles: the class token on fresh seeds",
     group="hands-class",
-    rows=[row for row in HANDS.rows if row.variant.startswith("muon")],
+    rows=[row for row in STYLES.rows if row.variant.startswith("muon")],
     first_seed=20,
 )
 
-# Seeds 20 to 26 suggest, among eight measures, two leads of decayed shortcuts: the whitened mean token, which finds
-# most of all pooled vectors, and the vote for the kind of thing by class tokens. Named before these seeds were run.
+# Seeds 20 to 26 suggest, among eight measures, two leads of decayed shortcuts: the whitened mean token, which
+# retrieves best of all pooled vectors, and the vote for the group of an object by class tokens. Named before these
+# seeds were run.
 WHITENED = replace(
-    HANDS,
-    name="hands-whitened",
-    title="One thing, five hands: the whitened mean token on fresh seeds",
+    STYLES,
+    name="emoji-styles-whitened",
+    title="Emoji in five styles: the whitened mean token on fresh seeds",
     group="hands-whitened",
     first_seed=30,
 )
 
 GROUPS: dict[str, Callable[[], dict[str, Variant]]] = {
-    "hands": hands_variants,
-    "hands-rates": rate_variants,
+    "hands": style_variants,
+    "hands-rates": lr_variants,
     "hands-class": muon_variants,
     "hands-whitened": best_variants,
 }
-GRIDS = {grid.name: grid for grid in (HANDS, CLASS_TOKEN, WHITENED, LENGTH, LEAD, SEARCH)}
+GRIDS = {grid.name: grid for grid in (STYLES, CLASS_TOKEN, WHITENED, LENGTH, LEAD, SEARCH)}

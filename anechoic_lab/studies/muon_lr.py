@@ -1,4 +1,4 @@
-"""Muon's settings by held-out loss: how its best rate goes with width and batch.
+"""Muon's best learning rate over width and batch, by held-out loss.
 
 Short trainings of residual autoencoders on photographs, with the seed of the other searches; no label is read.
 """
@@ -15,7 +15,7 @@ from anechoic_lab.grids import Grid, Row, Variant
 from anechoic_lab.paper.pocket import mae
 
 SAMPLES = 32_000
-RATES = (2e-3, 4e-3, 8e-3, 16e-3, 32e-3)
+LRS = (2e-3, 4e-3, 8e-3, 16e-3, 32e-3)
 USUAL = 8e-3
 
 # name -> (in words, settings of the autoencoder)
@@ -33,32 +33,32 @@ def autoencoder(lr: float, **settings: Any) -> Config:
     return replace(config, optim=replace(config.optim, algorithm="muon"))
 
 
-def rate_name(name: str, lr: float) -> str:
+def lr_name(name: str, lr: float) -> str:
     return f"{name}-lr{lr:g}"
 
 
 def variants() -> dict[str, Variant]:
     return {
-        rate_name(name, lr): Variant(autoencoder(lr, **settings), EvalPlan())
+        lr_name(name, lr): Variant(autoencoder(lr, **settings), EvalPlan())
         for name, (_, settings) in SIZES.items()
-        for lr in RATES
+        for lr in LRS
     }
 
 
 def label(words: str, lr: float) -> str:
-    return f"{words}, {SAMPLES:,} samples, peak rate {lr:g}"
+    return f"{words}, {SAMPLES:,} samples, peak learning rate {lr:g}"
 
 
-RATE_GRID = Grid(
-    name="muon-rates",
-    title="Muon's best rate over width and batch, by held-out loss",
+LR_GRID = Grid(
+    name="muon-lr",
+    title="Muon's best learning rate over width and batch, by held-out loss",
     claim="",
     group="muon-settings",
-    rows=[Row(label(words, lr), rate_name(name, lr)) for name, (words, _) in SIZES.items() for lr in RATES],
+    rows=[Row(label(words, lr), lr_name(name, lr)) for name, (words, _) in SIZES.items() for lr in LRS],
     metrics={"training.-1.held_out_loss": "held-out loss"},
-    baseline=rate_name("base", USUAL),
+    baseline=lr_name("base", USUAL),
     kind="losses",
 )
 
 GROUPS: dict[str, Callable[[], dict[str, Variant]]] = {"muon-settings": variants}
-GRIDS = {RATE_GRID.name: RATE_GRID}
+GRIDS = {LR_GRID.name: LR_GRID}

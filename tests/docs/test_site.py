@@ -72,7 +72,7 @@ def test_the_reference_is_that_of_the_code(site):
     def words(name):
         return (site / "reference" / f"{name}.html").read_text(encoding="utf-8")
 
-    verbs, python, recipes = words("verbs"), words("python"), words("recipes")
+    verbs, python, recipes = words("commands"), words("python"), words("recipes")
     for name in VERBS:
         assert f'id="{name}"' in verbs
     for name in anechoic._HOME:

@@ -1,4 +1,4 @@
-"""The bench verb and its arithmetic: speed itself is not tested, only that it is measured fairly and told in full."""
+"""The bench command and its arithmetic; speed itself is not tested."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ from anechoic.cli.main import main
 from anechoic_lab.bench import data as bench_data
 from anechoic_lab.bench.timing import Timing, gemm_flops, interleave, row, table
 
-pytestmark = pytest.mark.slow
-
 KEYS = {"work", "ours", "peer", "ratio", "low", "high", "fraction_of_gemm", "memory_mb"}
 
 
-def test_contestants_take_turns_after_a_warm_up() -> None:
+def test_interleave_takes_turns_after_a_warm_up() -> None:
     calls: list[str] = []
     timing = interleave({name: lambda name=name: calls.append(name) for name in ("a", "b", "c")}, rounds=3)
     assert calls == ["a", "b", "c"] * 4
     assert {name: len(times) for name, times in timing.seconds.items()} == {"a": 3, "b": 3, "c": 3}
 
 
-def test_ratios_are_formed_within_a_round() -> None:
+def test_timing_forms_ratios_within_a_round() -> None:
     timing = Timing({"ours": [1.0, 2.0, 4.0], "peer": [3.0, 4.0, 20.0]})
     assert timing.ratio("peer") == (3.0, 2.0, 5.0)
     line = row("work", timing, peer="peer", items=10, flops=4e9, gemm=8e9, memory_mb=5)
@@ -32,11 +30,11 @@ def test_ratios_are_formed_within_a_round() -> None:
     assert "25% of the GEMM peak" in table([line])
 
 
-def test_the_gemm_limit_is_plausible() -> None:
+def test_gemm_flops_are_plausible() -> None:
     assert 1e8 < gemm_flops() < 1e16
 
 
-def test_bench_data_tells_rows_and_versions(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_bench_data_reports_rows_and_versions(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(bench_data, "BATCHES", 1)
     monkeypatch.setattr(bench_data, "BATCH", 8)
     monkeypatch.setattr(bench_data, "MADE_UP_JPEGS", 20)
@@ -59,6 +57,6 @@ def test_bench_data_tells_rows_and_versions(monkeypatch: pytest.MonkeyPatch, cap
         (["data", "--images", "digits"], "folder of JPEGs"),
     ],
 )
-def test_wrong_requests_get_a_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture) -> None:
+def test_bench_refuses_wrong_arguments(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture) -> None:
     assert main(["bench", *arguments]) == 2
     assert sentence in capsys.readouterr().err

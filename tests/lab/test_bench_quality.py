@@ -1,4 +1,4 @@
-"""Time to quality: which training counts, and that both sides are trained on and measured by the same things."""
+"""Time to quality: which training counts, and that both sides use the same data and measures."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from anechoic_lab.bench.quality import Trained, goal_row, is_as_good
 from anechoic_lab.bench.timing import Options
 from anechoic_lab.bench.train import DRAWINGS
 
-pytestmark = pytest.mark.slow
-
 PEERS = [Trained(96_000, 90.0, 0.65, 30.0), Trained(96_000, 60.0, 0.61, 32.0)]
 
 
@@ -18,7 +16,7 @@ def length(samples, seconds, loss, probe):
     return [Trained(samples, second, loss, probe) for second in seconds]
 
 
-def test_the_shortest_length_that_is_good_enough_for_good_counts():
+def test_goal_row_takes_the_shortest_length_that_is_confirmed():
     ours = [
         length(8_000, (9.0, 9.0), 0.7, 31.5),  # a lucky probe
         length(12_000, (15.0, 12.0), 0.63, 29.0),
@@ -32,13 +30,13 @@ def test_the_shortest_length_that_is_good_enough_for_good_counts():
     assert probe["reached"]
 
 
-def test_seeds_are_averaged():
+def test_goal_averages_seeds():
     uneven = [Trained(8_000, 9.0, 0.69, 0.0), Trained(8_000, 9.0, 0.57, 0.0)]
     assert is_as_good("loss", uneven, PEERS)
     assert not is_as_good("loss", [*uneven[:1], Trained(8_000, 9.0, 0.58, 0.0)], PEERS)
 
 
-def test_what_is_not_reached_is_said():
+def test_goal_row_reports_a_goal_that_is_not_reached():
     worse = [length(8_000, (60.0, 40.0), 0.66, 50.0)]
     found = goal_row("loss", DRAWINGS, PEERS, worse)
     assert (found["reached"], found["ratio"]) == (False, 1.5)
@@ -46,13 +44,13 @@ def test_what_is_not_reached_is_said():
     assert not once["reached"]  # nothing longer confirms it
 
 
-def test_both_sides_are_trained_and_measured(monkeypatch):
+def test_quality_trains_and_measures_both_sides(monkeypatch):
     pytest.importorskip("transformers", reason="the peer")
     monkeypatch.setattr(quality, "SAMPLES", 512)
-    monkeypatch.setattr(quality, "PEER_RATES", (1e-4, 2e-3))
+    monkeypatch.setattr(quality, "PEER_LRS", (1e-4, 2e-3))
     monkeypatch.setattr(quality, "SHARES", (0.5,))
-    monkeypatch.setattr(quality, "FITTED", 400)
-    monkeypatch.setattr(quality, "TESTED", 200)
+    monkeypatch.setattr(quality, "MAX_TRAIN", 400)
+    monkeypatch.setattr(quality, "MAX_TEST", 200)
     monkeypatch.setattr(quality, "in_a_process", lambda train, *arguments: train(*arguments))
     rows = quality.run(Options(rounds=1, small="digits"))
     searched = rows[0]["peer_rates"]

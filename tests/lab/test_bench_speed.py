@@ -1,4 +1,4 @@
-"""The benchmarks of embedding, sampling, memory and growth: that they measure what they say, not how fast it is."""
+"""The benchmarks of embedding, sampling, memory and growth: what they measure, not how fast it is."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from anechoic_lab.bench import embed, growth, sample, verbs
 from anechoic_lab.bench.memory import peak_memory_mb
 from anechoic_lab.bench.timing import Timing, interleave, row_without_peer, table
 
-pytestmark = pytest.mark.slow
-
 KEYS = {"work", "ours", "peer", "ratio", "low", "high", "fraction_of_gemm", "memory_mb"}
 TINY = {"dim": 24, "depth": 2, "num_heads": 2}
 
@@ -39,7 +37,7 @@ def listing(tmp_path):
     return tmp_path / "images.txt"
 
 
-def test_the_peer_sees_the_same_pixels(listing):
+def test_embed_peer_gets_the_same_pixels(listing):
     peer = embed.PillowImages(tuple(str(listing.parent / f"{k}.jpg") for k in range(3)))
     (batch,) = Loader(open_source(listing), image_size=224, batch_size=3, augment=Augment("center"), cache=False)
     ours = embed.PREPROCESS.apply(batch.images)
@@ -49,7 +47,7 @@ def test_the_peer_sees_the_same_pixels(listing):
         assert (peer[k] - ours[k]).abs().mean() < 0.02
 
 
-def test_both_contestants_embed(listing, monkeypatch):
+def test_both_embed_contestants_write_features(listing, monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.setattr(embed, "MODEL", TINY)
     paths = tuple(str(listing.parent / f"{k}.jpg") for k in range(3))
@@ -60,14 +58,14 @@ def test_both_contestants_embed(listing, monkeypatch):
     assert written == [(3, 24), (3, 24)]
 
 
-def test_flops_of_an_image_are_those_of_the_network():
+def test_image_flops_equal_those_of_the_network():
     model = build_model("vit_small_patch16", image_size=embed.SIZE, **embed.MODEL).eval()
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         model(torch.zeros(1, 3, embed.SIZE, embed.SIZE))
     assert embed.image_flops() == counter.get_total_flops()
 
 
-def test_overhead_is_told_from_both_sides(monkeypatch):
+def test_overhead_row_has_both_estimates(monkeypatch):
     monkeypatch.setattr(sample, "POCKET_STEPS", 3)
     monkeypatch.setattr(sample, "POCKET_BATCH", 2)
     found = sample.overhead_row(rounds=2)
@@ -80,15 +78,15 @@ def touch(megabytes: int) -> None:
     np.ones(megabytes * 2**20, dtype=np.uint8)
 
 
-def test_memory_is_that_of_the_work():
+def test_peak_memory_is_that_of_the_work():
     assert peak_memory_mb(touch, 300) - peak_memory_mb(touch, 0) == pytest.approx(300, abs=40)
 
 
-def test_a_verb_is_measured_in_a_process_of_its_own(tmp_path):
+def test_command_memory_is_measured_in_a_subprocess(tmp_path):
     assert peak_memory_mb(verbs.call, verb, "models", (), {}, str(tmp_path)) > 50
 
 
-def test_of_all_benchmarks_one_that_fails_costs_no_rows(monkeypatch):
+def test_bench_all_keeps_rows_when_one_benchmark_fails(monkeypatch):
     def failing(options):
         raise RuntimeError("no room")
 
@@ -103,13 +101,13 @@ def test_of_all_benchmarks_one_that_fails_costs_no_rows(monkeypatch):
         anechoic.bench("memory")
 
 
-def test_warm_contestants_are_not_run_before_the_clock():
+def test_interleave_does_not_warm_up_warm_contestants():
     calls: list[str] = []
     interleave({name: lambda name=name: calls.append(name) for name in "ab"}, rounds=1, warm=("b",))
     assert calls == ["a", "a", "b"]
 
 
-def test_a_row_without_a_peer_is_a_line():
+def test_row_without_peer_is_one_line():
     found = row_without_peer("embed", 1.5, memory_mb=300)
     assert set(found) >= KEYS
     assert table([found]) == "embed: 1.5 s, 300 MB"
@@ -118,7 +116,7 @@ def test_a_row_without_a_peer_is_a_line():
 # ---- growth
 
 
-def test_exponents_are_those_of_a_power_law(monkeypatch):
+def test_growth_exponents_are_those_of_a_power_law(monkeypatch):
     points = growth.axes()["width"]
     seconds = {point.label: [0.1 * point.value**1.7] * 3 for point in points}
     monkeypatch.setattr(growth, "contest", lambda entries, **_: (Timing(seconds), dict.fromkeys(entries, 1.0)))
@@ -128,7 +126,7 @@ def test_exponents_are_those_of_a_power_law(monkeypatch):
     assert all(set(row) >= KEYS for row in rows)
 
 
-def test_products_grow_as_the_algorithm_says():
+def test_growth_flops_follow_the_algorithm():
     def exponent(name: str) -> float:
         first, last = growth.axes()[name][-2:]
         return math.log(growth.flops_of(last) / growth.flops_of(first)) / math.log(last.value / first.value)
@@ -139,7 +137,7 @@ def test_products_grow_as_the_algorithm_says():
     assert 1 < exponent("tokens") < 1.6
 
 
-def test_growth_is_drawn(tmp_path):
+def test_growth_figure_is_drawn(tmp_path):
     rows = [
         {
             "axis": axis,

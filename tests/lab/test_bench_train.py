@@ -18,10 +18,8 @@ from anechoic_lab.bench import train
 from anechoic_lab.bench.contest import Entry, contest
 from anechoic_lab.bench.timing import Options, Timing
 
-pytestmark = pytest.mark.slow
 
-
-def test_the_work_of_a_step_is_what_the_peer_is_counted_to_do():
+def test_step_flops_equal_those_counted_in_the_peer():
     transformers = pytest.importorskip("transformers", reason="the peer is the plain algorithm")
     work = train.Work("tiny", dim=24, heads=3, decoder_dim=16, decoder_heads=2, batch=3, depth=3, decoder_depth=2)
     config = transformers.ViTMAEConfig(
@@ -43,14 +41,14 @@ def test_the_work_of_a_step_is_what_the_peer_is_counted_to_do():
     assert ours == counter.get_total_flops()
 
 
-def test_the_work_of_a_skip_layer_is_that_of_the_concatenation():
+def test_skip_flops_equal_those_of_the_concatenation():
     with FlopCounterMode(display=False) as counter:
         hidden = F.linear(torch.randn(17, 24 + 16), torch.randn(16, 24 + 16))
         F.linear(hidden, torch.randn(16, 16))
     assert skip_flops(17, 24, 16) == counter.get_total_flops()
 
 
-def test_our_step_does_less_than_the_plain_algorithm():
+def test_step_does_fewer_flops_than_the_plain_algorithm():
     model = make("mae", skips=False).train()
     images, noise = inputs(model)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -58,7 +56,7 @@ def test_our_step_does_less_than_the_plain_algorithm():
     assert 0 < counter.get_total_flops() < step_flops(model.config, len(images))
 
 
-def test_the_interval_of_a_median_ratio():
+def test_median_ratio_has_an_order_statistic_interval():
     ours, peer = [1.0] * 25, [float(i) for i in range(1, 26)]
     median, low, high = train.median_ratio(Timing({"ours": ours, "peer": peer}), "peer", ours="ours")
     # The 8th and the 18th of 25: fewer than 8 heads, or more than 17, in 25 tosses have a chance of 4.3 %.
@@ -69,7 +67,7 @@ def test_the_interval_of_a_median_ratio():
 TINY = train.Work("tiny", dim=24, heads=3, decoder_dim=16, decoder_heads=2, batch=4, depth=2, decoder_depth=1)
 
 
-def test_two_processes_and_one_take_part(monkeypatch):
+def test_bench_train_compares_one_and_two_processes(monkeypatch):
     pytest.importorskip("transformers", reason="the peer")
     monkeypatch.setattr(train, "WORKS", (TINY,))
     monkeypatch.setattr(train, "POCKET", TINY)
@@ -85,7 +83,7 @@ def test_two_processes_and_one_take_part(monkeypatch):
     assert all(row["memory_mb"] > 50 for row in rows)
 
 
-def test_what_goes_wrong_in_a_contestant_is_raised_here():
+def test_contest_raises_what_a_contestant_raises():
     with pytest.raises(ZeroDivisionError):
         contest({"one": Entry(divide, (0,))}, rounds=1)
 
@@ -96,14 +94,14 @@ def divide(place, by):
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
 @pytest.mark.parametrize("recompute", [False, True])
-def test_memory_does_not_grow_with_steps(recompute):
+def test_training_memory_does_not_grow_with_steps(recompute):
     torch.manual_seed(0)
     model = build_model("mae_tiny_patch4", **TINY.model_options(alpha_min=0.6)).train()
     train_step = stepper(model, recompute)
 
     def used() -> tuple[int, int]:
         gc.collect()
-        tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+        tensors = sum(issubclass(type(value), torch.Tensor) for value in gc.get_objects())
         return tensors, int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
     for _ in range(20):

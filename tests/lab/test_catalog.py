@@ -1,4 +1,4 @@
-"""The paper's tables and figures at both scales, and the verbs that list, refuse, summarize and draw them."""
+"""The grids at both scales, and the commands that list, refuse, summarize and draw them."""
 
 import contextlib
 import io
@@ -20,8 +20,6 @@ from anechoic_lab.paper import full, pocket
 from anechoic_lab.records.map_pages import baseline_of
 from anechoic_lab.studies import crossover
 
-pytestmark = pytest.mark.slow
-
 POCKET_GRIDS = {grid.name: grid for grid in catalog.choose("all", "pocket")}
 POCKET_GROUPS = {name: make for module in catalog.SCALES["pocket"] for name, make in module.GROUPS.items()}
 
@@ -36,8 +34,8 @@ def cli(*arguments):
     return code, out.getvalue(), err.getvalue()
 
 
-def mistake(*arguments):
-    """The one sentence of a user's mistake."""
+def error_of(*arguments):
+    """Return the error message of a refused command."""
     code, out, err = cli(*arguments)
     assert (code, out) == (2, ""), err
     assert err.count("\n") == 1
@@ -46,16 +44,16 @@ def mistake(*arguments):
 
 @pytest.fixture
 def no_data(monkeypatch):
-    """Whoever opens data fails."""
+    """Fail when data is opened."""
     for place in ("anechoic.data.open_source", "anechoic.training.build.open_source"):
         monkeypatch.setattr(place, lambda *_, **__: pytest.fail("data was opened"))
 
 
-# ---- what there is
+# ---- grids
 
 
 @pytest.mark.parametrize(("name", "scale"), EVERY)
-def test_rows_show_variants_that_exist_and_can_be_trained(name, scale):
+def test_grid_shows_variants_that_can_be_trained(name, scale):
     (grid,) = catalog.choose(name, scale)
     variants = catalog.variants(grid, scale)
     assert grid.name == name
@@ -71,13 +69,13 @@ def test_rows_show_variants_that_exist_and_can_be_trained(name, scale):
 
 
 @pytest.mark.parametrize("scale", catalog.SCALES)
-def test_every_table_and_figure_of_the_paper_is_there(scale):
+def test_catalog_has_every_table_and_figure_of_the_paper(scale):
     names = [grid.name for grid in catalog.choose("all", scale)]
     assert [name for name in names if name in PAPER] == PAPER
 
 
 @pytest.mark.parametrize("scale", catalog.SCALES)
-def test_every_variant_of_a_group_is_run_and_shown_by_some_page(scale):
+def test_group_variants_are_shown_by_some_page(scale):
     grids = {grid.name: grid for grid in catalog.choose("all", scale)}
     groups = {name: make for module in catalog.SCALES[scale] for name, make in module.GROUPS.items()}
     assert {grid.group for grid in grids.values()} == set(groups)
@@ -86,7 +84,7 @@ def test_every_variant_of_a_group_is_run_and_shown_by_some_page(scale):
 
 
 @pytest.mark.parametrize("name", [name for name, grid in POCKET_GRIDS.items() if grid.kind == "axes"])
-def test_the_baseline_of_every_row_of_the_map_is_run_too(name):
+def test_axes_grid_runs_the_baseline_of_every_row(name):
     grid = POCKET_GRIDS[name]
     assert {baseline_of(row) for row in grid.rows} <= set(grid.needed())
 
@@ -98,7 +96,7 @@ def only_alpha_differs(one, other):
 
 
 @pytest.mark.parametrize("scale", catalog.SCALES)
-def test_along_alpha_min_nothing_else_changes(scale):
+def test_alpha_min_is_the_only_difference_along_a_table(scale):
     mae = catalog.variants(catalog.choose("table2", scale)[0], scale)
     for alpha in pocket.ALPHAS[1:]:
         assert mae[f"alpha{alpha:g}"].config.shortcut.alpha_min == alpha
@@ -112,14 +110,14 @@ def test_along_alpha_min_nothing_else_changes(scale):
             only_alpha_differs(uvits[f"{data}-alpha1"], uvits[f"{data}-alpha{alpha:g}"])
 
 
-def test_every_axis_of_the_map_is_a_pair():
+def test_axis_of_the_map_is_a_pair():
     variants = crossover.axes_variants()
     for name in crossover.AXES:
         only_alpha_differs(variants[f"{name}-alpha1"], variants[f"{name}-alpha0.6"])
     only_alpha_differs(variants["depth12-alpha1"], variants["depth12-equal"])
 
 
-def test_pictures_are_kept_of_embedded_data_only():
+def test_pictures_come_from_embedded_data_only():
     for variants in (groups() for groups in POCKET_GROUPS.values()):
         for variant in variants.values():
             if variant.evaluation.pictures:
@@ -138,7 +136,7 @@ ALPHAS = ("1", "0.9", "0.8", "0.7", "0.6", "0.5")
 BASE, SMALL = (76.5, 79.2, 79.8, 81.8, 83.6, 82.3), (69.2, 73.5, 75.2, 78.1, 78.5, 78.6)
 
 
-def test_table_2_is_the_papers():
+def test_table_2_has_the_numbers_of_the_paper():
     base = dict(zip((f"alpha{alpha}" for alpha in ALPHAS), BASE, strict=True))
     small = dict(zip((f"small-alpha{alpha}" for alpha in ALPHAS), SMALL, strict=True))
     assert papers("table2", "pocket", "probe_mean") == base
@@ -146,7 +144,7 @@ def test_table_2_is_the_papers():
 
 
 @pytest.mark.parametrize("scale", catalog.SCALES)
-def test_tables_1_and_3_are_the_papers(scale):
+def test_tables_1_and_3_have_the_numbers_of_the_paper(scale):
     assert papers("table1", scale, "probe_class") == {"noskips-alpha1": 67.8, "alpha0.6": 72.7}
     assert papers("table1", scale, "knn_class") == {"noskips-alpha1": 27.4, "alpha0.6": 63.9}
     assert papers("table3a", scale, "probe_mean") == {"noskips-alpha0.6": 61.5, "alpha0.6": 83.6, "alpha1": 76.5}
@@ -168,7 +166,7 @@ TABLE4 = {
 
 
 @pytest.mark.parametrize("metric", ["probe", "frechet"])
-def test_table_4_is_the_papers(metric):
+def test_table_4_has_the_numbers_of_the_paper(metric):
     expected = {
         f"{data}-alpha{alpha}": value
         for data, numbers in TABLE4.items()
@@ -179,12 +177,12 @@ def test_table_4_is_the_papers(metric):
     assert papers("table4-cifar100", "pocket", metric) == cifar
 
 
-# ---- dry runs and mistakes
+# ---- dry runs and refusals
 
 
 @pytest.mark.usefixtures("no_data")
 @pytest.mark.parametrize("scale", catalog.SCALES)
-def test_a_dry_run_lists_every_run_and_touches_nothing(scale, tmp_path, monkeypatch):
+def test_dry_run_lists_every_trial_and_writes_nothing(scale, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, out, error = cli("reproduce", "all", "--scale", scale, "--dry-run", "--data", tmp_path, "--json")
     assert code == 0, error
@@ -199,7 +197,7 @@ def test_a_dry_run_lists_every_run_and_touches_nothing(scale, tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dry_run_is_a_table(tmp_path):
+def test_dry_run_prints_a_table(tmp_path):
     code, out, _ = cli("reproduce", "table3a", "--dry-run", "--seeds", 1, "--results", tmp_path)
     assert code == 0
     assert out.startswith(pocket.TABLE3A.title)
@@ -216,29 +214,29 @@ def test_a_dry_run_is_a_table(tmp_path):
         ("xyzzy", "there are table1, table2,"),
     ],
 )
-def test_a_misspelt_name_is_answered_with_the_nearest(what, words):
-    assert words in mistake("reproduce", what, "--dry-run")
+def test_misspelled_grid_gets_the_nearest_name(what, words):
+    assert words in error_of("reproduce", what, "--dry-run")
 
 
-def test_the_map_is_not_at_full_scale():
+def test_map_is_not_available_at_full_scale():
     with pytest.raises(UserError, match="There is no stability at full scale"):
         catalog.choose("stability", "full")
 
 
-def test_missing_data_is_one_sentence_and_nothing_is_started(tmp_path):
+def test_missing_data_is_refused_before_training(tmp_path):
     arguments = ("--data", tmp_path, "--results", tmp_path / "results", "--runs", tmp_path / "runs")
-    error = mistake("reproduce", "table2", *arguments)
+    error = error_of("reproduce", "table2", *arguments)
     assert "There is no cifar100/" in error
     assert "--data" in error
     assert list(tmp_path.iterdir()) == []
 
 
-def test_data_to_judge_by_is_missed_before_training_too(tmp_path):
+def test_missing_evaluation_data_is_refused_before_training(tmp_path):
     folder = tmp_path / "data" / "cifar100"
     folder.mkdir(parents=True)
     (folder / "train.parquet").write_text("never opened")
     arguments = ("--data", tmp_path / "data", "--results", tmp_path / "results", "--runs", tmp_path / "runs")
-    assert "There is no cifar100/test.parquet" in mistake("reproduce", "table2", *arguments)
+    assert "There is no cifar100/test.parquet" in error_of("reproduce", "table2", *arguments)
     assert not (tmp_path / "runs").exists()
 
 
@@ -255,29 +253,29 @@ def test_data_to_judge_by_is_missed_before_training_too(tmp_path):
         (("--train", "fnord", "--test", "digits:test"), "There is no fnord in"),
     ],
 )
-def test_mistakes_of_a_sweep(arguments, words, tmp_path):
-    assert words in mistake("sweep", "pocket_mae_digits", *arguments, "--out", tmp_path / "out")
+def test_sweep_refuses_wrong_arguments(arguments, words, tmp_path):
+    assert words in error_of("sweep", "pocket_mae_digits", *arguments, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("words", [["sweep", "pocket_mae_digits", "--out"], ["reproduce", "table2", "--report"]])
-def test_a_folder_that_cannot_be_made_is_named(words, tmp_path):
+def test_folder_that_cannot_be_created_is_named(words, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    assert "cannot be made" in mistake(*words, tmp_path / "file" / "out")
+    assert "cannot be made" in error_of(*words, tmp_path / "file" / "out")
 
 
-def test_the_time_of_a_sweep_goes_by_its_jobs(tmp_path):
+def test_sweep_time_depends_on_jobs(tmp_path):
     words = ("sweep", "pocket_mae_digits", "--seeds", 8, "--dry-run", "--out", tmp_path)
     assert "on 1 core for" in cli(*words, "--jobs", 1)[1]
 
 
-def test_failures_are_told_with_what_to_do():
+def test_failed_trials_are_reported_with_what_to_do():
     with pytest.raises(UserError, match=r"a-seed0 and 1 more failed \(it broke\). The records of the others are kept"):
         refuse_failures({"a-seed0": "it broke", "b-seed1": "too"})
     refuse_failures({})
 
 
-def test_a_dry_sweep_lists_its_cells(tmp_path):
+def test_dry_sweep_lists_its_trials(tmp_path):
     vary = ("--vary", "shortcut.alpha_min", 0.6, 1.0, "--vary", "model.options.depth", 2, 4)
     code, out, error = cli("sweep", "pocket_mae_digits", *vary, "--seeds", 2, "--dry-run", "--out", tmp_path, "--json")
     assert code == 0, error
@@ -290,11 +288,11 @@ def test_a_dry_sweep_lists_its_cells(tmp_path):
     assert seconds["alpha_min0.6-depth2-seed0"] == seconds["alpha_min1-depth2-seed1"]
 
 
-# ---- finished ones: the table, the pages
+# ---- finished trials
 
 
-def test_a_finished_sweep_is_summarized(tmp_path):
-    """Records of exactly these trials are there, so that the verb has nothing to train."""
+def test_finished_sweep_is_summarized(tmp_path):
+    """Records of exactly these trials exist, so the command trains nothing."""
     out = tmp_path / "out"
     base = ("--vary", "shortcut.alpha_min", 0.6, 1.0, "--vary", "optim.samples", 12_800, "--seeds", 2)
     code, listed, _ = cli("sweep", "pocket_mae_digits", *base, "--dry-run", "--out", out, "--json")
@@ -318,7 +316,7 @@ def test_a_finished_sweep_is_summarized(tmp_path):
 
 
 def json_config(name):
-    """The recipe as the verb sweeps it."""
+    """Return the recipe as `sweep` resolves it."""
     from dataclasses import replace
     from pathlib import Path
 
@@ -328,7 +326,7 @@ def json_config(name):
     return config if config.optim.samples is not None else with_samples(config, Path())
 
 
-def test_pages_are_written_without_running_anything(tmp_path):
+def test_report_writes_pages_without_training(tmp_path):
     code, out, error = cli("reproduce", "table1", "--report", tmp_path / "pages", "--results", tmp_path / "none")
     assert code == 0, error
     assert out.strip() == str(tmp_path / "pages" / "table1.md")
@@ -342,7 +340,7 @@ def test_pages_are_written_without_running_anything(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_full_scale_configs_are_the_recipes_with_their_budget_in_samples():
+def test_full_scale_configs_are_recipes_with_a_budget_in_samples():
     assert full.of("mae_in100", "x", size=1000, alpha_min=0.6).optim.samples == pytest.approx(800 * 1000, abs=1024)
     assert full.of("mae_in100", "x", size=1000).optim.epochs is None
     plain = full.in1k_variants()["noskips-alpha1"].config

@@ -1,4 +1,4 @@
-"""Pages of the map from constructed records: every pair against its own baseline, and the onset in words."""
+"""Pages of the map from constructed records: pairs against their own baselines, and the sentence on the onset."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from anechoic_lab.studies import cifar_length, crossover
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_each_axis_is_compared_with_its_own_baseline(tmp_path):
+def test_axes_page_compares_with_its_own_baseline(tmp_path):
     grid = crossover.AXES_GRID
     base = {"base": 30.0, "depth12": 10.0}
     for name, value in base.items():
@@ -24,7 +24,7 @@ def test_each_axis_is_compared_with_its_own_baseline(tmp_path):
     assert rows["depth 3, alpha_min 0.6"][0] == "not run"
 
 
-def test_each_length_is_compared_with_its_own_baseline_and_drawn_over_its_samples(tmp_path, monkeypatch):
+def test_lengths_page_compares_with_its_own_baseline_and_draws_over_samples(tmp_path, monkeypatch):
     drawn = {}
     monkeypatch.setattr(figures, "draw_estimates", lambda curves, path, **options: drawn.update(curves))
     leads = {"96k": (1.0, 30.0), "512k": (3.0, 50.0)}
@@ -47,7 +47,7 @@ def test_each_length_is_compared_with_its_own_baseline_and_drawn_over_its_sample
     assert [(samples, lead) for samples, lead, _ in line] == [(96_000, 1.0), (512_000, 3.0)]
 
 
-def test_a_page_over_length_has_the_seeds_of_other_groups_and_lends_their_spread_to_single_ones(tmp_path, monkeypatch):
+def test_lengths_page_pools_groups_and_shares_their_spread_with_single_seeds(tmp_path, monkeypatch):
     drawn = {}
     monkeypatch.setattr(figures, "draw_estimates", lambda curves, path, **options: drawn.update(curves))
     grid = cifar_length.LENGTH
@@ -72,7 +72,7 @@ def test_a_page_over_length_has_the_seeds_of_other_groups_and_lends_their_spread
         2.0,
         pytest.approx(8.605, abs=1e-3),
     )
-    assert "the spread of the differences at all lengths together" in text
+    assert "spread of the differences at all lengths" in text
     assert "8 records in `results/evidence/natural`, `results/evidence/natural-probe`" in text
 
 
@@ -85,23 +85,23 @@ def words(differences, *, spread=0.0, lengths=(1000, 2000, 4000)):
     return onset_words(lengths, per_seed, found)
 
 
-def test_the_onset_is_told_in_words():
+def test_onset_words_name_where_the_sign_changes():
     assert words([1.0, 2.0, 3.0]) == "decay is ahead at every length measured."
     assert words([-2.0, -1.0, 1.0]).startswith("the mean difference turns positive at about 2,828 samples")
     assert words([-3.0, -2.0, -1.0]).startswith(
         "still behind; +1.00 points per doubling of the length put the onset at"
     )
     assert "at about 8,000 samples" in words([-3.0, -2.0, -1.0])
-    assert words([-1.0, -2.0, -3.0]).startswith("no onset in sight: the difference changes by -1.00 points")
+    assert words([-1.0, -2.0, -3.0]).startswith("no onset: the difference changes by -1.00 points")
 
 
-def test_an_undecided_lead_is_not_called_behind():
+def test_onset_words_do_not_call_an_undecided_lead_behind():
     said = words([0.1, 0.2, 0.3], spread=5.0)
     assert "behind" not in said
     assert "ahead on average" in said
 
 
-def test_checkpoints_are_paired_by_seed_and_samples_seen(tmp_path):
+def test_paired_over_time_matches_seed_and_samples_seen(tmp_path):
     def over_time(offset, seen):
         return [{"seen": x, "knn_mean": offset + x / 1000} for x in seen]
 

@@ -1,4 +1,4 @@
-"""From records to statements: intervals, paired differences, agreement with the paper, and where a sign turns."""
+"""From records to statements: intervals, paired differences, agreement with the paper, and where a sign changes."""
 
 import json
 import math
@@ -46,7 +46,7 @@ def records_of(folder, table):
 
 
 @pytest.mark.parametrize("n", [2, 3, 7])
-def test_an_interval_is_students(n):
+def test_estimate_interval_is_students_t(n):
     values = np.random.default_rng(n).normal(50, 3, n)
     found = estimate(values)
     low, high = stats.t.interval(0.95, n - 1, loc=values.mean(), scale=stats.sem(values))
@@ -55,7 +55,7 @@ def test_an_interval_is_students(n):
     assert (found.mean - found.half, found.mean + found.half) == pytest.approx((low, high))
 
 
-def test_a_spread_shared_by_groups_is_that_of_a_fit_of_their_means():
+def test_shared_spread_is_that_of_a_fit_of_group_means():
     """The interval of a mean in ordinary least squares with one mean for each group, which scipy does not have."""
     groups = [[1.0, 2.0, 4.0, 4.5], [7.0, 9.0], [20.0]]
     own, *lent = estimates_with_shared_spread(groups)
@@ -71,24 +71,24 @@ def test_a_spread_shared_by_groups_is_that_of_a_fit_of_their_means():
         assert found.half == pytest.approx(stats.t.ppf(0.975, 4) * error)
 
 
-def test_a_spread_that_nobody_has_cannot_be_shared():
+def test_shared_spread_needs_a_group_with_two_values():
     assert estimates_with_shared_spread([[1.0], [2.0]]) == [Estimate(1.0, None, 1), Estimate(2.0, None, 1)]
     nothing, one = estimates_with_shared_spread([[], [2.0]])
     assert (nothing.n, one.half) == (0, None)
 
 
-def test_the_same_trial_in_two_groups_counts_once(tmp_path):
+def test_records_count_a_trial_in_two_groups_once(tmp_path):
     records_of(tmp_path / "a", {"alpha1": {0: 10.0, 1: 11.0}})
     records_of(tmp_path / "b", {"alpha1": {1: 99.0, 2: 12.0}})
     assert Records(tmp_path / "a", tmp_path / "b").values("alpha1", "knn") == {0: 10.0, 1: 11.0, 2: 12.0}
 
 
-def test_an_interval_of_two_has_a_closed_form():
+def test_estimate_interval_of_two_has_a_closed_form():
     # one degree of freedom is Cauchy's distribution: its 97.5 % quantile is tan(0.475 pi), and sd/sqrt(2) is 1 here
     assert estimate([10.0, 12.0]).half == pytest.approx(math.tan(0.475 * math.pi))
 
 
-def test_one_seed_has_no_interval_and_none_has_no_mean():
+def test_estimate_of_one_seed_has_no_interval_and_of_none_no_mean():
     assert estimate([3.0]) == Estimate(3.0, None, 1)
     assert str(estimate([3.0])) == "3.00"
     assert math.isnan(estimate([]).mean)
@@ -98,14 +98,14 @@ def test_one_seed_has_no_interval_and_none_has_no_mean():
 @pytest.mark.parametrize(
     ("values", "sign"), [([1, 1.1, 0.9], 1), ([-1, -1.1, -0.9], -1), ([1, -1, 0.5], 0), ([5.0], 0)]
 )
-def test_a_sign_is_told_only_where_the_interval_excludes_zero(values, sign):
+def test_estimate_has_a_sign_only_if_the_interval_excludes_zero(values, sign):
     assert estimate(values).sign == sign
 
 
 # ---- pairs
 
 
-def test_a_common_offset_per_seed_cancels(tmp_path):
+def test_difference_cancels_a_common_offset_per_seed(tmp_path):
     """Seeds that differ wildly, by the same amount on both sides, leave a difference without spread."""
     base = {0: 10.0, 1: 50.0, 2: 90.0}
     plain = records_of(tmp_path / "a", {"residual": base, "decayed": {s: v + 2.0 for s, v in base.items()}})
@@ -127,7 +127,7 @@ def test_a_common_offset_per_seed_cancels(tmp_path):
     assert (two.mean, two.half) == pytest.approx((one.mean, one.half))
 
 
-def test_numbering_the_seeds_otherwise_changes_nothing_but_breaking_pairs_does(tmp_path):
+def test_difference_depends_on_pairs_not_on_seed_numbers(tmp_path):
     residual, decayed = [10.0, 50.0, 90.0], [11.0, 52.0, 90.5]
     order = [2, 0, 1]
 
@@ -143,13 +143,13 @@ def test_numbering_the_seeds_otherwise_changes_nothing_but_breaking_pairs_does(t
     assert broken.half > 10 * straight.half
 
 
-def test_only_seeds_that_both_sides_have_are_paired(tmp_path):
+def test_difference_uses_seeds_of_both_sides_only(tmp_path):
     records = records_of(tmp_path, {"residual": {0: 1.0, 1: 2.0, 5: 900.0}, "decayed": {0: 4.0, 1: 5.0, 7: -900.0}})
     assert records.difference("decayed", "residual", "knn") == Estimate(3.0, 0.0, 2)
     assert records.difference("decayed", "fnord", "knn").n == 0
 
 
-def test_a_diverged_run_counts_but_has_no_numbers(tmp_path):
+def test_diverged_run_counts_but_has_no_values(tmp_path):
     write(tmp_path, "decayed", 0, knn=10.0)
     write(tmp_path, "decayed", 1, diverged=True, knn=0.0)
     records = Records(tmp_path)
@@ -158,7 +158,7 @@ def test_a_diverged_run_counts_but_has_no_numbers(tmp_path):
     assert (records.count("fnord"), records.diverged("fnord")) == (0, 0)
 
 
-def test_a_curve_is_an_estimate_for_each_entry(tmp_path):
+def test_curve_has_an_estimate_per_entry(tmp_path):
     write(tmp_path, "v", 0, layers={"mean": {"entropy": [1.0, 2.0, 3.0]}})
     write(tmp_path, "v", 1, layers={"mean": {"entropy": [3.0, 2.0, 5.0]}})
     assert [e.mean for e in Records(tmp_path).curve("v", "layers.mean.entropy")] == [2.0, 2.0, 4.0]
@@ -182,7 +182,7 @@ def test_a_curve_is_an_estimate_for_each_entry(tmp_path):
         ("a.b.0.x", None),
     ],
 )
-def test_dig(key, value):
+def test_dig_follows_dotted_paths(key, value):
     assert dig({"a": {"b": [1, [2, 3]], "1": "one"}}, key) == value
 
 
@@ -204,11 +204,11 @@ def test_dig(key, value):
         ([], 5.0, "not run"),
     ],
 )
-def test_verdicts(ours, paper, word):
+def test_verdict_compares_signs_with_the_paper(ours, paper, word):
     assert verdict(estimate(ours), paper) == word
 
 
-def test_the_order_of_rows_is_kendalls():
+def test_order_agreement_is_kendalls_tau():
     rng = random.Random(0)
     ours, paper = ([rng.random() for _ in range(6)] for _ in range(2))
     pairs = [(i, j) for i in range(6) for j in range(i)]
@@ -220,10 +220,10 @@ def test_the_order_of_rows_is_kendalls():
     assert order_agreement([1, 1, 1], [1, 2, 3]) is None
 
 
-# ---- where the sign turns
+# ---- where the sign changes
 
 
-def test_a_line_over_log_length_crosses_where_it_does():
+def test_crossover_interpolates_over_log_length():
     lengths = [1000.0, 2000.0, 4000.0, 8000.0]
     # exactly half-way between 2000 and 4000 in log length
     assert crossover(lengths, [-3.0, -1.0, 1.0, 3.0]) == pytest.approx(2000 * math.sqrt(2))
@@ -233,7 +233,7 @@ def test_a_line_over_log_length_crosses_where_it_does():
         assert crossover(lengths, never) is None
 
 
-def test_extrapolation_finds_a_known_onset():
+def test_extrapolate_finds_a_known_onset():
     lengths = [1000 * 2**i for i in range(5)]
     onset, slope = 1_000_000.0, 1.5
     line = [slope * math.log2(x / onset) for x in lengths]
@@ -248,7 +248,7 @@ def test_extrapolation_finds_a_known_onset():
     assert extrapolate(lengths, seeds, resamples=400) == found
 
 
-def test_a_falling_difference_has_no_onset():
+def test_extrapolate_returns_no_onset_for_a_falling_difference():
     found = extrapolate([1000, 2000, 4000], [[-1.0, -2.0, -3.0], [-1.5, -2.0, -3.5]], resamples=50)
     assert found.slope < 0
     assert (found.at, found.low, found.high) == (None, None, None)

@@ -11,7 +11,7 @@ def pair_metrics(accuracy):
     return {"diverged": False, **dict.fromkeys(keys, accuracy), "layers": {"mean": {"knn": [1.0, 2.0, accuracy]}}}
 
 
-def test_the_tally_has_every_pair_once_and_calls_only_sure_leads_leads(tmp_path):
+def test_tally_lists_every_pair_once_and_only_significant_leads(tmp_path):
     for variant, start, seeds in (
         ("alpha1", 20.0, 3),
         ("alpha0.8", 22.0, 3),
@@ -40,7 +40,7 @@ def test_the_tally_has_every_pair_once_and_calls_only_sure_leads_leads(tmp_path)
     assert "10 networks" in text
 
 
-def test_the_tally_of_nothing_says_so(tmp_path):
+def test_tally_without_records_is_empty(tmp_path):
     text = write_tally([pocket.TABLE2], tmp_path / "results", tmp_path / "out").read_text()
     assert "- none" in text
     assert "0 networks" in text
