@@ -185,7 +185,7 @@ def train_ours(config: Config, folder: Path) -> float:
     return time.process_time() - start
 
 
-def train_peer(config: Config, work: Work, lr: float, folder: Path) -> float:
+def train_peer(config: Config, work: Work, peak_lr: float, folder: Path) -> float:
     """transformers' network under AdamW, with our images, warm-up and cosine, and no decay of biases and norms."""
     import torch
 
@@ -214,9 +214,9 @@ def train_peer(config: Config, work: Work, lr: float, folder: Path) -> float:
         }
         for is_matrix, decay in ((True, 0.05), (False, 0.0))
     ]
-    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=peak_lr, betas=(0.9, 0.95), fused=True)
     for seen in range(0, SAMPLES, optim.batch_size):
-        lr = learning_rate(seen, samples=SAMPLES, lr=lr, warmup=optim.warmup, schedule=optim.schedule)
+        lr = learning_rate(seen, samples=SAMPLES, lr=peak_lr, warmup=optim.warmup, schedule=optim.schedule)
         set_learning_rate(optimizer, lr)
         network(pixel_values=prepare(next(batches).images)).loss.backward()
         optimizer.step()
