@@ -25,7 +25,9 @@ _HOME = {
     "clip_grad_norm": "surgery",
     "build_model": "models",
     "load": "eval.embedding",
-    "effective_rank": "eval.metrics.analysis",
+    "Metric": "eval.metrics.registry",
+    "register_metric": "eval.metrics.registry",
+    "effective_rank": "eval.metrics.rank",
     "UserError": "errors",
 }
 # Rooms of the package that share their name with a verb: `anechoic.training` is both, so the room can be called.

@@ -115,6 +115,7 @@ FLOORS = [
     ["cli"],
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+ENTRY_POINT_GROUPS = ("anechoic.commands", "anechoic.metrics")
 NAMED_IN_TEXT = re.compile(r"anechoic(\.[a-z_]+)+(:\w+)?")
 
 
@@ -137,6 +138,8 @@ def modules_named_in(tree):
             yield node.module
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Constant) and node.value in ENTRY_POINT_GROUPS:
+            continue
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and NAMED_IN_TEXT.fullmatch(node.value):
             yield node.value.partition(":")[0]
 

@@ -47,7 +47,7 @@ def scalings_for(vectors: np.ndarray) -> list[Any]:
 
 def across_hands(run: str) -> list[dict[str, Any]]:
     source = open_source("emoji:test", labels=True)
-    things, styles = source.facets["thing"], source.facets["style"]
+    things, styles = source.facets["object"], source.facets["style"]
     return [
         {"vector": name, "scaling": scaling, "first": retrieval_accuracy(rescaled(x, scaling), things, styles)}
         for name, x in vectors_of(run, "emoji:test").items()

@@ -186,7 +186,7 @@ def probe(
     settings: dict[str, Any] = {"protocol": protocol, "epochs": epochs, "batch_size": batch_size, "seed": seed}
     if noise:
         refuse_with_noise(run=run, model=model, pooling=pooling, image_size=image_size)
-        spec = EvalSpec(("selection", "probe"), layers=layers or "all", noise=noise, **settings)
+        spec = EvalSpec(("probe",), layers=layers or "all", noise=noise, select=True, **settings)
         found = noisy_evaluation(str(run), train, test, holdout, spec, device=device)
         metrics, text = noisy_outcome(found)
         return outcome(metrics, text + skipped_text(metrics["skipped"]), started, seed)
@@ -235,7 +235,7 @@ def noisy_outcome(found: Evaluation) -> tuple[dict[str, Any], str]:
     from anechoic.pages.tables import percent, text_table
 
     rows = [
-        {"noise": row["noise"], "layer": row["layer"], "held_out": row["selection"], "accuracy": row["probe"]}
+        {"noise": row["noise"], "layer": row["layer"], "held_out": row["selection"]["probe"], "accuracy": row["probe"]}
         for row in found.rows
     ]
     chosen = max(rows, key=lambda row: row["held_out"])

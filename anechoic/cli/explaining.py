@@ -67,7 +67,7 @@ def analyze(
     started = time.perf_counter()
     from anechoic.eval.encoders import baselines as baselines_of
     from anechoic.eval.eval_data import open_maybe_labeled
-    from anechoic.eval.evaluator import EvalSpec, Evaluator
+    from anechoic.eval.evaluator import EvalSpec, Evaluator, usable_metrics
 
     encoder, where = encoder_and_data(run, data, model, image_size)
     if runs:
@@ -78,9 +78,8 @@ def analyze(
         raise UserError(f"An analysis needs at least 2 samples, not {samples}.")
     eval_data = open_maybe_labeled(where, channels=encoder.channels)
     chosen = pooling or tuple(p for p in ("class", "mean") if p in encoder.poolings)
-    spec = EvalSpec(
-        ("rank", "echo", "silhouette", "knn", "stream"), layers=layers, poolings=chosen, max_test=samples, seed=seed
-    )
+    names = usable_metrics(("rank", "echo", "silhouette", "knn", "stream"), encoder, eval_data)
+    spec = EvalSpec(names, layers=layers, poolings=chosen, max_test=samples, seed=seed)
     evaluator = Evaluator(spec, device=device)
     subject = evaluator.extract(encoder, eval_data)
     own = evaluator.measure(subject)

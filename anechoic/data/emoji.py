@@ -18,12 +18,12 @@ from anechoic.data.source import digest
 from anechoic.errors import UserError
 
 SHEETS = Path(__file__).with_name("emoji_sheets")
-LABELS = ("group", "thing", "style")
+LABELS = ("group", "object", "style")
 # Of the things of each group, every so many is for testing.
 TEST_EVERY = 5
 HELP = (
     "say emoji, emoji:train or emoji:test, each with :style=A or :without=A (several as A+B) and :label=group, "
-    ":label=thing or :label=style, such as emoji:without=noto:label=thing"
+    ":label=object or :label=style, such as emoji:without=noto:label=object"
 )
 
 
@@ -36,11 +36,11 @@ class Emoji(Array):
 
     def name(self, index: int) -> str:
         catalog = read_index()
-        return f"{catalog['styles'][self.facets['style'][index]]}/{catalog['names'][self.facets['thing'][index]]}"
+        return f"{catalog['styles'][self.facets['style'][index]]}/{catalog['names'][self.facets['object'][index]]}"
 
 
 def open_emoji(rest: list[str], *, labels: bool, channels: int) -> Emoji:
-    """`emoji[:train|:test][:style=A+B][:without=A+B][:label=group|thing|style]`: hand by hand, things in order."""
+    """`emoji[:train|:test][:style=A+B][:without=A+B][:label=group|object|style]`: hand by hand, things in order."""
     index = read_index()
     split, styles, label = _read_words(rest, index["styles"])
     groups, group_names = index["groups"], index["group_names"]
@@ -49,8 +49,8 @@ def open_emoji(rest: list[str], *, labels: bool, channels: int) -> Emoji:
     chosen = np.flatnonzero({"": tested | ~tested, "train": ~tested, "test": tested}[split])
     images = np.concatenate([sheet(index["styles"][style])[chosen] for style in styles])
     things, hands = np.tile(chosen, len(styles)), np.repeat(np.array(styles), len(chosen))
-    facets = {"group": groups[things], "thing": things, "style": hands}
-    names = {"group": group_names, "thing": index["names"], "style": index["styles"]}
+    facets = {"group": groups[things], "object": things, "style": hands}
+    names = {"group": group_names, "object": index["names"], "style": index["styles"]}
     return Emoji(
         images,
         facets=facets,
@@ -73,8 +73,8 @@ def _read_words(words: list[str], known: tuple[str, ...]) -> tuple[str, list[int
         seen.add(key)
         if key == "split" and value == "" and word in ("train", "test"):
             split = word
-        elif key == "label" and value in LABELS:
-            label = value
+        elif key == "label" and value in (*LABELS, "thing"):
+            label = "object" if value == "thing" else value  # its name in earlier versions
         elif key in ("style", "without"):
             named = set(value.split("+"))
             if not named <= set(known):

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from anechoic.errors import UserError
+from anechoic.eval.correlation import pearson
 from anechoic.eval.encoders import run_encoder
 from anechoic.eval.eval_data import open_eval_data
 from anechoic.eval.evaluator import EvalSpec, Evaluator
 from anechoic.eval.features import Pooling
-from anechoic.eval.metrics.analysis import pearson
 from anechoic.runtime.checkpoint import checkpoints
 
 

@@ -62,17 +62,6 @@ class Split:
     test: Mapping[Key, np.ndarray]
     test_labels: np.ndarray
 
-    def held_out(self, share: float, *, seed: int) -> Split:
-        """The train features alone, a share of them in the role of test: what settings may be chosen on."""
-        return split_features(self.train, self.train_labels, share, seed=seed)
-
-
-def split_features(sets: Mapping[Key, np.ndarray], labels: np.ndarray, share: float, *, seed: int) -> Split:
-    kept, held = hold_out_share(len(labels), share, seed=seed)
-    return Split(
-        {key: x[kept] for key, x in sets.items()}, labels[kept], {key: x[held] for key, x in sets.items()}, labels[held]
-    )
-
 
 # ---- opening
 

@@ -1,82 +1,51 @@
-"""Evaluation of frozen features: a spec says what is measured, `Evaluator(spec).run(encoder, labeled)` measures it.
+"""Evaluation of frozen features: `Evaluator(spec).run(encoder, eval_data)` measures the metrics of the spec.
 
-Everybody who evaluates (verbs, demo, sweeps and the paper's tables, training dynamics, the monitor of a run) chooses a
-spec and words the result. A metric is one function in a file of this room and one row of METRICS; it knows features and
-labels, never who asked. Features are extracted in one pass, always carry the ids of their images, and labels follow
-the ids, so an unreadable image never shifts one.
+Commands, demo, sweeps, tables, training dynamics and validation choose a spec and word the result. The metrics are rows
+of metrics/registry.py. Features are extracted in one pass and carry the ids of their images; labels are looked up by
+id, so that an unreadable image never shifts them.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from anechoic.config import Count, Positive, Section, Share, Whole
-from anechoic.errors import UserError, nearest_name
+from anechoic.data import Source, Subset
+from anechoic.data.split import hold_out_share
+from anechoic.errors import UserError
 from anechoic.eval.denoisers import Denoiser, NoisyEncoder
 from anechoic.eval.encoders import Encoder
-from anechoic.eval.eval_data import EvalData, Split, split_features
+from anechoic.eval.eval_data import EvalData, Split
 from anechoic.eval.feature_cache import Features, features_of, usable_poolings
 from anechoic.eval.features import Key, Pooling, choose_layers
-from anechoic.eval.metrics.analysis import exact_device
+from anechoic.eval.metrics.registry import columns, find_metric
+from anechoic.eval.tensors import exact_device
 from anechoic.runtime.devices import pick_device
 
 Layers = tuple[int, ...] | Literal["all"]
 
 
-class Metric(NamedTuple):
-    """function: "module:name". Of features: Subject -> {(layer, pooling): named values}, a row each. Of the network:
-    Subject -> named values of the network as a whole, which need no features."""
-
-    function: str
-    of: Literal["features", "network"] = "features"
-
-    def __call__(self, subject: Subject) -> Any:
-        module, _, name = self.function.partition(":")
-        return getattr(importlib.import_module(module), name)(subject)
-
-
-METRICS = {
-    "knn": Metric("anechoic.eval.metrics.knn:knn_metric"),
-    "knn_standardized": Metric("anechoic.eval.metrics.knn:standardized_knn_metric"),
-    "knn_whitened": Metric("anechoic.eval.metrics.knn:whitened_knn_metric"),
-    "retrieval": Metric("anechoic.eval.metrics.retrieval:retrieval_metric"),
-    "retrieval_standardized": Metric("anechoic.eval.metrics.retrieval:standardized_retrieval_metric"),
-    "retrieval_whitened": Metric("anechoic.eval.metrics.retrieval:whitened_retrieval_metric"),
-    "group_vote": Metric("anechoic.eval.metrics.retrieval:group_metric"),
-    "probe": Metric("anechoic.eval.metrics.probe_protocols:probe_metric"),
-    "selection": Metric("anechoic.eval.metrics.probe_protocols:selection_metric"),
-    "rank": Metric("anechoic.eval.metrics.layers:rank_metric"),
-    "norm": Metric("anechoic.eval.metrics.layers:norm_metric"),
-    "echo": Metric("anechoic.eval.metrics.layers:echo_metric"),
-    "crops": Metric("anechoic.eval.metrics.crop_retrieval:crops_metric"),
-    "silhouette": Metric("anechoic.eval.metrics.layers:silhouette_metric"),
-    "components": Metric("anechoic.eval.metrics.branches:components_metric"),
-    "branches": Metric("anechoic.eval.metrics.branches:branches_metric", of="network"),
-    "stream": Metric("anechoic.eval.metrics.layers:stream_metric", of="network"),
-    "statistics": Metric("anechoic.eval.metrics.layers:statistics_metric", of="network"),
-    "reconstruction": Metric("anechoic.eval.metrics.crop_retrieval:reconstruction_metric", of="network"),
-    "accuracy": Metric("anechoic.eval.metrics.classifier:accuracy_metric", of="network"),
-}
+# Share of the train samples that `select` holds out.
+SELECTION = 0.1
 
 
 @dataclass(frozen=True)
 class EvalSpec(Section):
-    """What is measured. None and () mean: as the encoder and the data allow."""
+    """What is measured. None and () mean: what the encoder and the data allow."""
 
     metrics: tuple[str, ...] = ("knn",)
-    """names from METRICS"""
+    """names of registered metrics"""
     layers: Layers = (-1,)
     """0 is the embedding, k the k-th block, -1 the encoder's output"""
     poolings: tuple[Pooling, ...] = ()
     """class, mean (of patches) or all (tokens); () is each that the encoder has"""
     neighbors: tuple[Count, ...] = ()
-    """votes of k-NN; () is 20, or as many as there are"""
+    """numbers of neighbors of k-NN; () is 20, or all train samples if there are fewer"""
     temperature: Positive = 0.07
     """a neighbor's vote is exp(similarity / temperature)"""
     protocol: Literal["logistic", "in100", "mae"] = "logistic"
@@ -88,26 +57,27 @@ class EvalSpec(Section):
     noise: tuple[Share, ...] = ()
     """levels at which a denoiser's features are read"""
     max_train: Count | None = None
-    """at most so many train samples, evenly spaced"""
+    """maximum number of train samples, evenly spaced"""
     max_test: Count | None = None
-    """at most so many test samples, evenly spaced"""
+    """maximum number of test samples, evenly spaced"""
     rank_samples: Count | None = None
-    """samples whose effective rank is measured, from the first"""
+    """the effective rank is measured on the first samples, up to this number"""
     holdout: Share = 0.2
-    """share of a single source that is tested where a metric needs two parts"""
+    """share of a single source that becomes the test split where a metric needs a train split"""
+    select: bool = False
+    """also measure metrics that need a train split on held-out train samples, for choosing among rows"""
     seed: Whole = 0
-    """of held-out parts, of heads and of noise"""
+    """of held-out samples, of heads and of noise"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in self.metrics:
-            if name not in METRICS:
-                raise UserError(f"There is no metric {name!r}; {nearest_name(name, METRICS)}")
+            find_metric(name)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What metrics measure: an encoder, its data, and its features of both parts (none for metrics of the network)."""
+    """What metrics measure: an encoder, its data, and its features of both splits (none if no metric reads them)."""
 
     encoder: Encoder
     eval_data: EvalData
@@ -115,36 +85,70 @@ class Subject:
     device: torch.device
     train: Features | None = None
     test: Features | None = None
+    held_out: bool = False
+    """whether the test split was held out of a single source"""
 
     @property
     def sets(self) -> Mapping[Key, np.ndarray]:
-        """The tested features by (layer, pooling)."""
-        assert self.test is not None, "a metric of the network has no features"
+        """The test features by (layer, pooling)."""
+        assert self.test is not None, "a metric per layer or network has no features"
         return self.test.sets
 
     @property
     def labels(self) -> np.ndarray | None:
-        """Of the tested features."""
+        """The labels of the test features."""
         assert self.test is not None
         return None if self.eval_data.test_labels is None else self.eval_data.test_labels[self.test.ids]
 
     @property
+    def required_labels(self) -> np.ndarray:
+        labels = self.labels
+        assert labels is not None, "the evaluator checks what a metric needs"
+        return labels
+
+    @property
     def measuring(self) -> torch.device:
-        """Where vectors are compared: on the network's device, if that is exact enough."""
+        """The device on which vectors are compared: the network's, if it has double precision."""
         return exact_device(self.device)
 
     def split(self) -> Split:
-        """Both parts with labels; of a single source the share `holdout` is tested."""
-        labels = self.labels
-        if labels is None:
-            raise UserError("This needs labels and the data has none; sort the images into one folder per class.")
-        if self.train is None:
-            return split_features(self.sets, labels, self.spec.holdout, seed=self.spec.seed)
-        assert self.eval_data.train_labels is not None
-        return Split(self.train.sets, self.eval_data.train_labels[self.train.ids], self.sets, labels)
+        """Return both splits with labels."""
+        train_labels = self.eval_data.train_labels
+        assert self.train is not None, "the evaluator holds a train split out"
+        assert train_labels is not None
+        return Split(self.train.sets, train_labels[self.train.ids], self.sets, self.required_labels)
 
-    def under(self, spec: EvalSpec) -> Subject:
-        """The same features under another spec, as many of them as it asks for."""
+    def with_train(self) -> Subject:
+        """Return the subject with a train split: of a single source the share `holdout` becomes the test split."""
+        if self.train is not None:
+            return self
+        assert self.test is not None
+        divided = self.divide(self.test, self.eval_data.test, self.required_labels, self.spec.holdout)
+        return replace(divided, held_out=True)
+
+    def for_selection(self) -> Subject:
+        """Return the train split alone, a part of it in the role of the test split."""
+        complete = self.with_train()
+        data, train = complete.eval_data, complete.train
+        assert train is not None
+        assert data.train is not None
+        assert data.train_labels is not None
+        return complete.divide(train, data.train, data.train_labels[train.ids], SELECTION)
+
+    def divide(self, features: Features, source: Source, labels: np.ndarray, share: float) -> Subject:
+        """Return these samples in two splits."""
+        parts = hold_out_share(len(labels), share, seed=self.spec.seed)
+        train, test = (
+            Features({key: x[rows] for key, x in features.sets.items()}, np.arange(len(rows)), features.skipped)
+            for rows in parts
+        )
+        kept, held = (Subset(source, features.ids[rows]) for rows in parts)
+        train_labels, test_labels = (labels[rows] for rows in parts)
+        eval_data = EvalData(kept, held, train_labels, test_labels, self.eval_data.classes)
+        return replace(self, eval_data=eval_data, train=train, test=test)
+
+    def with_spec(self, spec: EvalSpec) -> Subject:
+        """Return the features that another spec asks for."""
         keys = wanted_keys(self.encoder, spec)
         train, test = (
             None if part is None else replace(part, sets={key: part.sets[key] for key in keys})
@@ -152,12 +156,25 @@ class Subject:
         )
         return replace(self, spec=spec, train=train, test=test)
 
+    def unmet(self, name: str) -> str | None:
+        """Return why the metric cannot be measured, or None."""
+        labels, facets = self.eval_data.test_labels, self.eval_data.test.facets
+        for need in find_metric(name).needs:
+            if need == "labels" and labels is None:
+                return (
+                    f"The metric {name} needs labels, and the data has none; sort the images into a folder per class."
+                )
+            if need == "styles" and not {"object", "style", "group"} <= facets.keys():
+                return f"The metric {name} needs data that knows object and style of each image, as emoji does."
+        return None
+
 
 @dataclass(frozen=True)
 class Evaluation:
-    """rows: named values of each (noise level,) layer and pooling; network: named values of the whole.
+    """rows: named values of each (noise level,) layer and pooling; network: values per layer and of the whole network.
 
-    skipped: (name, reason) of the images that could not be read.
+    With `select`, a row's `selection` holds the same values on held-out train samples. skipped: (name, reason) of the
+    images that could not be read.
     """
 
     rows: list[dict[str, Any]]
@@ -166,16 +183,21 @@ class Evaluation:
     skipped: tuple[tuple[str, str], ...] = ()
 
     def column(self, name: str, *, pooling: str) -> list[Any]:
-        """One value per layer."""
+        """Return one value per layer."""
         return [row[name] for row in self.rows if row["pooling"] == pooling]
 
     def value(self, name: str, *, pooling: str) -> Any:
-        """Of the last layer measured; None where there is none."""
+        """Return the value of the last measured layer; None if there is none."""
         return (self.column(name, pooling=pooling) or [None])[-1]
+
+    def table(self, metrics: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the rows with the values per layer beside those of features: what a table of these metrics shows."""
+        per_layer = [value for name in metrics if find_metric(name).per == "layer" for value in columns([name])]
+        return [row | {name: self.network[name][row["layer"]] for name in per_layer} for row in self.rows]
 
 
 class Evaluator:
-    """Measures what its spec says. cached: features are kept on disk by content, for whoever asks again."""
+    """Measures the metrics of its spec. cached: features are cached on disk by content."""
 
     def __init__(self, spec: EvalSpec, *, device: str = "auto", cached: bool = True) -> None:
         self.spec, self.device, self.cached = spec, device, cached
@@ -191,7 +213,7 @@ class Evaluator:
         if not isinstance(encoder, Denoiser):
             if self.spec.noise:
                 raise UserError(
-                    f"{encoder.name} is no diffusion model, so it has no features at noise levels: leave --noise out."
+                    f"{encoder.name} is no diffusion model, so it has no features at noise levels: omit --noise."
                 )
             yield self.extract(encoder, eval_data)
             return
@@ -199,8 +221,7 @@ class Evaluator:
             raise UserError("Features at noise levels are probed with logistic or in100, not mae.")
         if not self.spec.noise:
             raise UserError(
-                f"{encoder.name} is a diffusion model, whose features depend on the noise: say at which levels with "
-                "--noise."
+                f"{encoder.name} is a diffusion model, whose features depend on the noise: choose levels with --noise."
             )
         for level in self.spec.noise:
             yield self.extract(encoder.at(level, seed=self.spec.seed), eval_data)
@@ -209,7 +230,10 @@ class Evaluator:
         spec = self.spec
         eval_data = eval_data.first(max_train=spec.max_train, max_test=spec.max_test)
         subject = Subject(encoder, eval_data, spec, pick_device(self.device))
-        if not any(METRICS[name].of == "features" for name in spec.metrics):
+        for name in spec.metrics:
+            if (reason := subject.unmet(name)) is not None:
+                raise UserError(reason)
+        if not any(find_metric(name).per == "features" for name in spec.metrics):
             return subject
         train, test = (
             None
@@ -227,26 +251,40 @@ class Evaluator:
         return replace(subject, train=train, test=test)
 
     def measure(self, subject: Subject) -> Evaluation:
-        """The spec's metrics of a subject, which may have been extracted for another one with the same data."""
+        """Measure a subject, which may have been extracted for another spec with the same data."""
         if subject.spec is not self.spec:
-            subject = subject.under(self.spec)
+            subject = subject.with_spec(self.spec)
         about = {"noise": subject.encoder.level} if isinstance(subject.encoder, NoisyEncoder) else {}
         rows: dict[Key, dict[str, Any]] = {}
         network: dict[str, Any] = {}
+        selecting = subject.for_selection() if self.spec.select else None
         for name in self.spec.metrics:
-            found = METRICS[name](subject)
-            if METRICS[name].of == "network":
+            metric = find_metric(name)
+            found = metric(subject.with_train() if "train split" in metric.needs else subject)
+            if metric.per != "features":
                 network |= found
                 continue
             for key, values in found.items():
                 rows.setdefault(key, {**about, "layer": key[0], "pooling": key[1]}).update(values)
-        # Two parts of one source know the same unreadable images.
+            if selecting is not None and "train split" in metric.needs:
+                for key, values in metric(selecting).items():
+                    rows[key].setdefault("selection", {}).update(values)
+        # Two splits of one source know the same unreadable images.
         skipped = [item for part in (subject.train, subject.test) if part is not None for item in part.skipped]
         return Evaluation(list(rows.values()), network, counts(subject), tuple(dict.fromkeys(skipped)))
 
 
+def usable_metrics(names: Sequence[str], encoder: Encoder, eval_data: EvalData) -> tuple[str, ...]:
+    """Return those of the metrics that can be measured on this data; metrics of labels need two classes."""
+    subject = Subject(encoder, eval_data, EvalSpec(()), torch.device("cpu"))
+    one_class = eval_data.test_labels is not None and len(np.unique(eval_data.test_labels)) < 2
+    return tuple(
+        name for name in names if not subject.unmet(name) and not (one_class and "labels" in find_metric(name).needs)
+    )
+
+
 def counts(subject: Subject) -> dict[str, int]:
-    """Samples of each part that were really used, and classes."""
+    """Return the number of samples used of each split, and of classes."""
     found = dict(subject.eval_data.counts)
     for name, part in (("train_samples", subject.train), ("test_samples", subject.test)):
         if part is not None:
@@ -265,7 +303,7 @@ def evaluate_all(
     *,
     device: str = "auto",
 ) -> Evaluation:
-    """Several encoders on the same data: rows carry the encoder's name; the rest is that of the first."""
+    """Evaluate several encoders on the same data: rows carry the encoder's name; the rest is that of the first one."""
     found = [Evaluator(spec, device=device).run(encoder, eval_data) for encoder, spec in encoders]
     named = zip(encoders, found, strict=True)
     rows = [{"encoder": encoder.name, **row} for (encoder, _), evaluation in named for row in evaluation.rows]

@@ -1,7 +1,7 @@
-"""Whitening: vectors whose every direction has the same variance, so that no few of them decide every cosine.
+"""Scaling of features: centered, standardized (deviation 1 per channel) or whitened (equal variance in all directions).
 
-Fitted and applied a chunk at a time, so that a file of vectors larger than memory can be whitened. Arrays or tensors
-in, tensors out.
+The one place where features are standardized. Fitted and applied a chunk at a time, so that a file of vectors larger
+than memory can be scaled. Arrays or tensors in, tensors out.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anechoic.errors import NotFiniteError
-from anechoic.eval.metrics.analysis import as_tensor
+from anechoic.eval.tensors import as_tensor, check_finite
 
 Scaling = Literal["raw", "standardized", "whitened", "centered"]
 SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
@@ -35,24 +34,24 @@ class Affine(NamedTuple):
         return (centered * self.matrix if self.matrix.ndim == 1 else centered @ self.matrix).float()
 
 
-def fitted(features: np.ndarray | Tensor, scaling: Scaling) -> Affine | None:
-    """What brings vectors (n, D) like these to this scaling: centered to mean 0; each channel to deviation 1 too; all
-    directions to the same variance. None leaves them as they are."""
+def fit_scaling(features: np.ndarray | Tensor, scaling: Scaling) -> Affine | None:
+    """Return the map that centers vectors (n, D), standardizes or whitens them; None for raw.
+
+    A channel whose deviation is at the level of rounding is constant and becomes 0.
+    """
     if scaling == "raw":
         return None
     n = len(features)
     mean = sum(part.sum(dim=0) for part in chunks(features)) / n
     assert isinstance(mean, Tensor)
-    if not torch.isfinite(mean).all():
-        raise NotFiniteError(
-            "The features contain NaN or infinity: the weights are damaged, so use another checkpoint."
-        )
+    check_finite(mean)
     if scaling == "centered":
         return Affine(mean, torch.ones_like(mean))
     if scaling == "standardized":
         variance = sum((part - mean).square().sum(dim=0) for part in chunks(features)) / n
         assert isinstance(variance, Tensor)
-        return Affine(mean, 1 / variance.sqrt().clamp(min=1e-12))
+        deviation = variance.sqrt()
+        return Affine(mean, torch.where(deviation > 1e-6 * mean.abs(), 1 / deviation, 0.0))
     covariance = torch.zeros(len(mean), len(mean), dtype=torch.float64, device=mean.device)
     for part in chunks(features):
         centered = part - mean
@@ -61,10 +60,14 @@ def fitted(features: np.ndarray | Tensor, scaling: Scaling) -> Affine | None:
     return Affine(mean, directions / (variances.clamp(min=0) + FLOOR * variances[-1].clamp(min=1e-30)).sqrt())
 
 
-def rescaled(features: np.ndarray | Tensor, scaling: Scaling) -> Tensor:
-    """The vectors (n, D) under the scaling fitted to them, float32."""
-    change = fitted(features, scaling)
+def apply_scaling(features: np.ndarray | Tensor, change: Affine | None) -> Tensor:
+    """Return the scaled vectors, float32."""
     return as_tensor(features).float() if change is None else change(features)
+
+
+def rescaled(features: np.ndarray | Tensor, scaling: Scaling) -> Tensor:
+    """Return the vectors (n, D) under the scaling fitted to them, float32."""
+    return apply_scaling(features, fit_scaling(features, scaling))
 
 
 def unit_vectors(features: np.ndarray | Tensor, change: Affine | None) -> Tensor:
@@ -72,8 +75,7 @@ def unit_vectors(features: np.ndarray | Tensor, change: Affine | None) -> Tensor
     found = torch.empty(features.shape, dtype=torch.float32)
     start = 0
     for part in chunks(features):
-        changed = part.float() if change is None else change(part)
-        found[start : start + len(part)] = F.normalize(changed, dim=1)
+        found[start : start + len(part)] = F.normalize(apply_scaling(part, change), dim=1)
         start += len(part)
     return found
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from anechoic.errors import UserError
-from anechoic.eval.metrics.analysis import effective_rank
+from anechoic.eval.metrics.rank import effective_rank
 from anechoic.models.packed import FrozenTransformer, count_layers, in_groups, is_served
 from anechoic.models.vit import VisionTransformer
 from anechoic.shortcut import Shortcut
@@ -26,6 +26,7 @@ from anechoic.shortcut import Shortcut
 Pooling = Literal["class", "mean", "all"]
 POOLINGS: tuple[Pooling, ...] = ("class", "mean", "all")
 Key = tuple[int, Pooling]
+Rows = dict[Key, dict[str, Any]]
 
 
 def trunk(model: nn.Module) -> nn.Module:

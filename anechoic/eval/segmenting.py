@@ -15,7 +15,7 @@ import torch
 from anechoic.errors import UserError
 from anechoic.eval.encoders import Encoder
 from anechoic.eval.features import patch_maps
-from anechoic.eval.metrics.analysis import eigenvector_colors
+from anechoic.eval.projections import eigenvector_colors
 from anechoic.eval.segmentation import cluster, find_pairs, read_all, read_mapping, score_maps, upsample
 from anechoic.eval.spectral import SpectralOptions, soft_cells, spectral_tables
 from anechoic.models.network import Network, TransformerConfig

@@ -17,8 +17,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from anechoic.errors import UserError
-from anechoic.eval.metrics.analysis import tsne
 from anechoic.eval.metrics.knn import Neighbors, nearest_units
+from anechoic.eval.projections import tsne
 from anechoic.index.index import nearest_others
 
 # Neighbors of each image that are looked for; those that say how odd it is, and that a map shows.

@@ -25,7 +25,7 @@ from anechoic.data.source import digest, readable, unsettled
 from anechoic.errors import NotFiniteError, UserError
 from anechoic.eval.encoders import Encoder, flat
 from anechoic.eval.feature_cache import features_of, file_crc
-from anechoic.eval.feature_scaling import CHUNK, Affine, Scaling, fitted, unit_vectors
+from anechoic.eval.feature_scaling import CHUNK, Affine, Scaling, fit_scaling, unit_vectors
 from anechoic.eval.features import Pooling, choose_layers
 from anechoic.eval.metrics.knn import Neighbors, nearest_units
 from anechoic.storage.files import read_json, sealed, sweep_leftovers, unsealed, write_aside, write_json
@@ -238,7 +238,7 @@ class Searchable:
 
     @classmethod
     def of(cls, vectors: np.ndarray, scaling: Scaling) -> Searchable:
-        change = fitted(vectors, scaling)
+        change = fit_scaling(vectors, scaling)
         return cls(unit_vectors(vectors, change), change)
 
     def nearest(self, queries: np.ndarray, *, k: int, engine: str = "torch") -> Neighbors:

@@ -21,7 +21,7 @@ from anechoic.errors import UserError
 from anechoic.eval.encoders import Encoder, baselines, flat, open_encoder
 from anechoic.eval.eval_data import EvalData
 from anechoic.eval.evaluator import EvalSpec, Evaluator, Subject
-from anechoic.eval.metrics.retrieval import facet, places
+from anechoic.eval.metrics.retrieval import facet, retrieval_ranks
 from anechoic.pages.tables import percent, text_table
 from anechoic.recipes import recipe
 from anechoic.runtime.run import last_seen
@@ -163,9 +163,9 @@ def column(rows: list[dict[str, Any]], key: str) -> list[float]:
 
 def across_hands(subject: Subject) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     """Of every layer, mean token: which drawing by another hand is nearest, and where the same thing comes."""
-    things, styles = (facet(subject, name) for name in ("thing", "style"))
+    things, styles = (facet(subject, name) for name in ("object", "style"))
     means = {layer: x for (layer, pooling), x in subject.sets.items() if pooling == "mean"}
-    return {layer: places(x, things, styles) for layer, x in means.items()}
+    return {layer: retrieval_ranks(x, things, styles) for layer, x in means.items()}
 
 
 def last_row(name: str, subject: Subject, rows: list[dict[str, Any]], drawings: EvalData) -> dict[str, Any]:

@@ -14,9 +14,9 @@ import numpy as np
 
 from anechoic.data.emoji import SHEETS, read_index
 from anechoic.eval.evaluator import Subject
-from anechoic.eval.metrics.analysis import tsne
 from anechoic.eval.metrics.knn import nearest
 from anechoic.eval.metrics.retrieval import facet
+from anechoic.eval.projections import tsne
 from anechoic.eval.reconstruction import reconstructions
 from anechoic.pages import figures
 from anechoic.pages.charts import line_chart
@@ -46,7 +46,7 @@ def demo_page(demo: Demo, out: Path, result: Mapping[str, Any]) -> str:
     """result: the outcome as JSON, embedded in the page."""
     subject = demo.subjects["decayed"]
     samples, seed = result["config"]["samples"], result["seed"]
-    things, styles = (len(np.unique(facet(subject, name))) for name in ("thing", "style"))
+    things, styles = (len(np.unique(facet(subject, name))) for name in ("object", "style"))
     lead = (
         f"{things:,} things, each drawn by {styles} hands. The hand changes the pixels, the thing stays. Two masked "
         f"autoencoders saw the drawings, {samples:,} of them each, without being told what or whose they are: one with "
@@ -83,7 +83,7 @@ def picker(demo: Demo) -> Html:
     """A thing, a hand that draws it and a hand to search; the rest is the script's."""
     index = read_index()
     subject = demo.subjects["decayed"]
-    things, styles = (np.unique(facet(subject, name)) for name in ("thing", "style"))
+    things, styles = (np.unique(facet(subject, name)) for name in ("object", "style"))
     layers = [(name, layer, found) for name, by_layer in demo.across.items() for layer, found in by_layer.items()]
     data = {
         "things": [spaced(index["names"][thing]) for thing in things],
@@ -173,7 +173,7 @@ def maps(demo: Demo, *, seed: int) -> list[str]:
 
 def hands_map(subject: Subject, *, seed: int) -> Html:
     index = read_index()
-    things, styles = (facet(subject, name) for name in ("thing", "style"))
+    things, styles = (facet(subject, name) for name in ("object", "style"))
     shown = np.unique(things)[sampled(len(np.unique(things)), MAPPED_THINGS, seed=seed)]
     rows = np.flatnonzero(np.isin(things, shown))
     vectors = subject.sets[len(subject.encoder.widths) - 1, "mean"][rows]

@@ -19,8 +19,8 @@ from anechoic.eval.encoders import Encoder
 from anechoic.eval.evaluator import Subject
 from anechoic.eval.feature_cache import batches
 from anechoic.eval.features import patch_maps
-from anechoic.eval.metrics.analysis import eigenvector_colors, tsne
 from anechoic.eval.metrics.knn import nearest
+from anechoic.eval.projections import eigenvector_colors, tsne
 from anechoic.eval.reconstruction import reconstructions, reconstructs, to_pixels
 from anechoic.index.collection import sampled
 from anechoic.pages import figures

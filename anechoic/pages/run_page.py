@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from anechoic.eval.evaluator import Subject
-from anechoic.eval.metrics.analysis import tsne
+from anechoic.eval.metrics.registry import columns, report_metrics
+from anechoic.eval.projections import tsne
 from anechoic.eval.reconstruction import reconstructions, reconstructs, to_pixels
 from anechoic.eval.verdict import Verdict
 from anechoic.index.index import SCALING, Searchable, nearest_others
@@ -39,19 +40,6 @@ KINDS = {"learning": "good", "plateaued": "warn", "collapsed": "bad", "worse tha
 QUERIES, NEIGHBORS, SHOWN, MAPPED = 5, 6, 6, 600
 # Layers of a network whose curve over time is drawn, spread over its depth.
 TRACED = 4
-LAYER_COLUMNS = {
-    "layer": "layer",
-    "knn": "k-NN",
-    "probe": "probe",
-    "rank_columns": "rank",
-    "rank_rows": "rank, as in the paper",
-    "cka": "echo (CKA with layer 0)",
-    "cosine": "cosine with layer 0",
-    "input_share": "input share",
-    "branch_ratio": "branch/shortcut",
-    "gain": "gain",
-    "token_norm": "token norm",
-}
 
 
 def report_page(
@@ -215,7 +203,7 @@ def layer_parts(summaries: Sequence[Summary]) -> list[str]:
             title=title,
             xlabel="layer",
         )
-        for key, title in (("knn", "k-NN"), ("probe", "probe"), ("rank_columns", "effective rank"), ("cka", "echo"))
+        for key, title in (next(iter(columns([name]).items())) for name in report_metrics(charts=True))
         if any(row.get(key) is not None for s in measured for row in s.layers)
     ]
     parts: list[str] = [
@@ -226,7 +214,8 @@ def layer_parts(summaries: Sequence[Summary]) -> list[str]:
     ]
     for summary in measured:
         rows = summary.layers
-        shown = {key: name for key, name in LAYER_COLUMNS.items() if any(row.get(key) is not None for row in rows)}
+        titles = {"layer": "layer", **columns(report_metrics())}
+        shown = {key: title for key, title in titles.items() if any(row.get(key) is not None for row in rows)}
         cells = [[row.get(key) for key in shown] for row in rows]
         parts.append(table(list(shown.values()), cells, caption=summary.name, strong=[len(rows) - 1]))
     return parts

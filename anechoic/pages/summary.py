@@ -6,27 +6,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from anechoic.config import Config, settings
 from anechoic.errors import UserError
 from anechoic.eval.encoders import Encoder
-from anechoic.eval.evaluator import EvalSpec, Evaluator, Subject
+from anechoic.eval.evaluator import EvalSpec, Evaluator, Subject, usable_metrics
+from anechoic.eval.metrics.registry import columns, find_metric, report_metrics
 from anechoic.eval.verdict import Verdict
 from anechoic.pages.estimates import Estimate, estimate
 from anechoic.pages.runs import RunOnDisk, curves, encoder_of, facts, images_for, judge, weights_of
 
 # Settings in which runs of one arm may differ: they change no distribution that anybody asks about.
 NOT_THE_ARM = ("seed", "devices", "threads", "data.workers", "compile", "recompute", "unfused", "recipe")
-# What arms are compared by: name in a run's summary -> title.
-MEASURES = {
-    "held_out_loss": "held-out loss",
-    "crop_retrieval": "crop retrieval (%)",
-    "rank": "effective rank",
-    "knn": "k-NN (%)",
-    "probe": "probe (%)",
-}
-PER_CENT = ("crop_retrieval", "knn", "probe")
+
+
+def measures() -> dict[str, str]:
+    """Return what arms are compared by: name -> title. Beside loss and crop retrieval, each metric with a chart."""
+    found = {"held_out_loss": "held-out loss", "crop_retrieval": "crop retrieval (%)"}
+    for name in report_metrics(charts=True):
+        found[name] = next(iter(columns([name]).values())) + (" (%)" if find_metric(name).share else "")
+    return found
 
 
 @dataclass(frozen=True)
@@ -44,14 +42,15 @@ class Summary:
     missing: list[str]
 
     def measure(self, name: str) -> float | None:
-        """One of MEASURES, of the last layer and the end of the training so far."""
+        """Return one of `measures()`, of the last layer and the end of the training so far."""
         if name == "held_out_loss":
             return next((x for x in reversed(self.curves["validation"].get(name, [])) if x is not None), None)
         if name == "crop_retrieval":
-            value = self.verdict.signals.crop_retrieval if self.verdict else None
+            value, share = self.verdict.signals.crop_retrieval if self.verdict else None, True
         else:
-            value = self.layers[-1].get("rank_columns" if name == "rank" else name) if self.layers else None
-        return None if value is None else 100 * value if name in PER_CENT else value
+            value = self.layers[-1].get(next(iter(columns([name])))) if self.layers else None
+            share = find_metric(name).share
+        return 100 * value if share and value is not None else value
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -61,7 +60,7 @@ class Summary:
             "verdict": self.verdict.to_json() if self.verdict else None,
             "layers": self.layers,
             "curves": self.curves,
-            "measures": {name: self.measure(name) for name in MEASURES},
+            "measures": {name: self.measure(name) for name in measures()},
             "missing": self.missing,
         }
 
@@ -92,19 +91,15 @@ def summarize(
 def layers_of(
     run: RunOnDisk, encoder: Encoder, *, data: str | None, samples: int, device: str, seed: int
 ) -> tuple[list[dict[str, Any]], Subject]:
-    """A row per layer, of the mean token: rank, echo, norm, and with labels k-NN and probe."""
+    """Return a row per layer, of the mean token: the metrics that the registry marks for the report and that the data
+    allows."""
     eval_data = images_for(run, data)
-    labels = eval_data.test_labels
-    judged = labels is not None and len(np.unique(labels)) > 1
-    metrics = ("rank", "echo", "norm", "stream", *(("knn", "probe") if judged else ()))
+    metrics = usable_metrics(report_metrics(), encoder, eval_data)
     spec = EvalSpec(metrics, layers="all", poolings=("mean",), max_test=samples, seed=seed)
     subject = Evaluator(spec, device=device).extract(encoder, eval_data)
     found = Evaluator(spec, device=device).measure(subject)
-    rows = []
-    for row in found.rows:
-        of_layer = {name: values[row["layer"]] for name, values in found.network.items()}
-        rows.append({name: value for name, value in row.items() if name not in ("knn_by_k", "pooling")} | of_layer)
-    return rows, subject
+    shown = {"layer", *columns(metrics)}
+    return [{name: value for name, value in row.items() if name in shown} for row in found.table(metrics)], subject
 
 
 # ---- several runs
@@ -144,7 +139,7 @@ def comparison(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
     first = next(iter(by_arm))
     rows = []
     for arm, members in by_arm.items():
-        for measure, title in MEASURES.items():
+        for measure, title in measures().items():
             values = values_by_seed(members, measure)
             if not values:
                 continue

@@ -26,7 +26,7 @@ from anechoic.eval.embedding import Pictures
 from anechoic.eval.encoders import Encoder
 from anechoic.eval.feature_cache import batches, features_of
 from anechoic.eval.features import Pooling, patch_maps
-from anechoic.eval.metrics.analysis import eigenvector_colors
+from anechoic.eval.projections import eigenvector_colors
 from anechoic.eval.reconstruction import filled_in, grid_of, reconstructs, to_pixels
 from anechoic.index.index import SCALING, VECTOR, Index, Searchable, Vector, encoder_for, open_index
 from anechoic.pages.run_page import as_bytes

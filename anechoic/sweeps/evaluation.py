@@ -209,22 +209,22 @@ def probe_denoiser(run_dir: Path, plan: EvalPlan, *, seed: int) -> dict[str, Any
     denoiser = open_noisy(run_dir, device=pick_device("auto"))
     eval_data = open_eval_data(plan.train, plan.test, channels=denoiser.channels)
     common = settings_of(plan, seed=seed)
-    every = EvalSpec(("selection", "rank"), layers="all", noise=plan.noise, **common)
+    every = EvalSpec(("probe",), layers="all", noise=plan.noise, **common)
     subjects = dict(zip(plan.noise, Evaluator(every, cached=False).subjects(denoiser, eval_data), strict=True))
-    found = {level: Evaluator(every).measure(subject) for level, subject in subjects.items()}
     rows = [
-        {"noise": level, "layer": row["layer"], "held_out": 100 * row["selection"]}
-        for level, evaluation in found.items()
-        for row in evaluation.rows
+        {"noise": level, "layer": row["layer"], "held_out": 100 * row["probe"]}
+        for level, subject in subjects.items()
+        for row in Evaluator(every).measure(subject.for_selection()).rows
     ]
     best = max(rows, key=lambda row: row["held_out"])
     chosen = EvalSpec(("probe",), layers=(best["layer"],), noise=(best["noise"],), **common)
     tested = Evaluator(chosen).measure(subjects[best["noise"]])
+    ranks = Evaluator(replace(every, metrics=("rank",))).measure(subjects[best["noise"]])
     return {
         "probe": 100 * tested.value("probe", pooling="mean"),
         "chosen": best,
         "held_out": rows,
-        "entropy": found[best["noise"]].column("entropy_rows", pooling="mean"),
+        "entropy": ranks.column("entropy_rows", pooling="mean"),
     }
 
 
@@ -235,7 +235,7 @@ def keep_pictures(encoder: Encoder, subject: Subject, *, seed: int) -> dict[str,
     """A map of the tested images, colors of the first ones' patches, and their reconstructions, as packed arrays."""
     from anechoic.eval.feature_cache import batches
     from anechoic.eval.features import patch_maps
-    from anechoic.eval.metrics.analysis import eigenvector_colors, tsne
+    from anechoic.eval.projections import eigenvector_colors, tsne
     from anechoic.eval.reconstruction import reconstructions, to_pixels
 
     labels, classes = subject.labels, subject.eval_data.classes

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from anechoic.data import open_source
 from anechoic.eval.metrics.logistic import fit_logistic
-from anechoic.eval.metrics.probe import REGULARizERS
+from anechoic.eval.metrics.probe_heads import REGULARIZERS
 from anechoic_lab.bench.memory import peak_memory_mb
 from anechoic_lab.bench.timing import Options, interleave, row
 
@@ -59,15 +59,15 @@ def compare(name: str, x: np.ndarray, y: np.ndarray, *, rounds: int) -> dict[str
         with warnings.catch_warnings():
             warnings.simplefilter("error", ConvergenceWarning)
             return [
-                LogisticRegression(C=1 / (len(x) * r), tol=tolerance, max_iter=20_000).fit(x, y) for r in REGULARizERS
+                LogisticRegression(C=1 / (len(x) * r), tol=tolerance, max_iter=20_000).fit(x, y) for r in REGULARIZERS
             ]
 
-    found = fit_logistic(x, y, regularizers=REGULARizERS)
-    ours = [loss(found.weight[i], found.bias[i], x, y, r) for i, r in enumerate(REGULARizERS)]
+    found = fit_logistic(x, y, regularizers=REGULARIZERS)
+    ours = [loss(found.weight[i], found.bias[i], x, y, r) for i, r in enumerate(REGULARIZERS)]
     tolerance, gap = 1e-3, np.inf
     while gap > 1e-4:  # the last fit of this search also warms the peer up
         tolerance /= 10
-        theirs = [loss(m.coef_, m.intercept_, x, y, r) for m, r in zip(fit_peer(tolerance), REGULARizERS, strict=True)]
+        theirs = [loss(m.coef_, m.intercept_, x, y, r) for m, r in zip(fit_peer(tolerance), REGULARIZERS, strict=True)]
         best = np.minimum(ours, theirs)
         gap = float((np.array(theirs) - best).max())
     timing = interleave(
@@ -75,14 +75,14 @@ def compare(name: str, x: np.ndarray, y: np.ndarray, *, rounds: int) -> dict[str
         rounds=rounds,
         warm=("ours", "scikit-learn"),
     )
-    work = f"{len(REGULARizERS)} regularizers, {len(x):,} x {x.shape[1]}, {y.max() + 1} classes, {name}"
+    work = f"{len(REGULARIZERS)} regularizers, {len(x):,} x {x.shape[1]}, {y.max() + 1} classes, {name}"
     # How far each is above the better of the two, at worst: what "converged" means here.
     gaps = {"loss_gap": float((np.array(ours) - best).max()), "peer_loss_gap": gap, "peer_tolerance": tolerance}
     return row(work, timing, peer="scikit-learn", memory_mb=peak_memory_mb(fit_all, x, y)) | gaps
 
 
 def fit_all(x: np.ndarray, y: np.ndarray) -> None:
-    fit_logistic(x, y, regularizers=REGULARizERS)
+    fit_logistic(x, y, regularizers=REGULARIZERS)
 
 
 def loss(weight: Any, bias: Any, x: np.ndarray, y: np.ndarray, regularizer: float) -> float:

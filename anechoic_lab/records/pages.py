@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from anechoic.eval.metrics.analysis import pearson
+from anechoic.eval.correlation import pearson
 from anechoic.pages import figures
 from anechoic_lab.grids import Grid
 from anechoic_lab.paper.pocket import SHOWN

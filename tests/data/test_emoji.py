@@ -20,7 +20,7 @@ def test_all_drawings_are_there_hand_by_hand():
     source = opened("emoji")
     assert len(source) == 5150
     assert read_index()["styles"] == STYLES
-    assert np.array_equal(source.facets["thing"], np.tile(np.arange(1030), 5))
+    assert np.array_equal(source.facets["object"], np.tile(np.arange(1030), 5))
     assert np.array_equal(source.facets["style"], np.repeat(np.arange(5), 1030))
     assert source.read(0).shape == (3, 48, 48)
     assert source.name(0) == "noto/1st-place-medal"
@@ -35,8 +35,8 @@ def test_all_drawings_are_there_hand_by_hand():
 def test_labels_are_groups_things_or_styles():
     assert len(opened("emoji").classes) == 8
     assert opened("emoji").classes == tuple(sorted(opened("emoji:label=group").classes))
-    by_thing, by_style = opened("emoji:label=thing"), opened("emoji:label=style")
-    assert np.array_equal(by_thing.labels, by_thing.facets["thing"])
+    by_thing, by_style = opened("emoji:label=object"), opened("emoji:label=style")
+    assert np.array_equal(by_thing.labels, by_thing.facets["object"])
     assert len(set(by_thing.classes)) == 1030
     assert np.array_equal(by_style.labels, by_style.facets["style"])
     assert by_style.classes == STYLES
@@ -45,7 +45,7 @@ def test_labels_are_groups_things_or_styles():
 
 def test_train_and_test_share_no_thing_and_every_group_is_in_both():
     train, test = opened("emoji:train"), opened("emoji:test")
-    assert set(train.facets["thing"]).isdisjoint(test.facets["thing"])
+    assert set(train.facets["object"]).isdisjoint(test.facets["object"])
     assert len(train) + len(test) == 5150
     assert 0.15 < len(test) / 5150 < 0.2
     assert set(train.labels) == set(test.labels) == set(range(8))
@@ -80,7 +80,7 @@ def test_gray_and_other_processes():
     [
         ("emoji:valid", "say emoji, emoji:train or emoji:test"),
         ("emoji:style=apple", "no emoji style 'apple'; there are noto, noto-v1"),
-        ("emoji:label=color", "label=thing"),
+        ("emoji:label=color", "label=object"),
         ("emoji:train:test", "says split twice"),
         ("emoji:style=noto:without=noto", "leaves no style"),
         ("emoij", "did you mean emoji"),

@@ -13,8 +13,12 @@ from scipy.stats import pearsonr
 from sklearn.metrics import silhouette_score
 
 from anechoic.errors import UserError
-from anechoic.eval.metrics import analysis
-from anechoic.eval.metrics.analysis import doubled, effective_rank, exact_device, linear_cka, mean_cosine, pearson
+from anechoic.eval.correlation import pearson
+from anechoic.eval.metrics.echo import linear_cka, mean_cosine
+from anechoic.eval.metrics.rank import effective_rank
+from anechoic.eval.metrics.silhouette import silhouette
+from anechoic.eval.projections import eigenvector_colors, tsne
+from anechoic.eval.tensors import doubled, exact_device
 
 
 def centered_with_spectrum(energies, n, center, seed=0):
@@ -157,26 +161,26 @@ def test_silhouette_is_scikit_learn_s_on_unit_vectors():
     labels = np.arange(60) % 3
     z = rng.standard_normal((60, 5)) + 2 * np.eye(3, 5)[labels]
     unit = z / np.linalg.norm(z, axis=1, keepdims=True)
-    assert analysis.silhouette(z, labels) == pytest.approx(silhouette_score(unit, labels))
-    assert math.isnan(analysis.silhouette(z, np.zeros(60)))
-    assert math.isnan(analysis.silhouette(z[:3], np.arange(3)))
+    assert silhouette(z, labels) == pytest.approx(silhouette_score(unit, labels))
+    assert math.isnan(silhouette(z, np.zeros(60)))
+    assert math.isnan(silhouette(z[:3], np.arange(3)))
 
 
 def test_tsne_keeps_clusters_apart_and_repeats():
     rng = np.random.default_rng(0)
     labels = np.repeat([0, 1], 20)
     z = rng.standard_normal((40, 6)) + 20 * labels[:, None]
-    points = analysis.tsne(z)
+    points = tsne(z)
     assert points.shape == (40, 2)
     assert silhouette_score(points, labels) > 0.5
-    assert np.array_equal(points, analysis.tsne(z))
+    assert np.array_equal(points, tsne(z))
     with pytest.raises(UserError, match="at least 4"):
-        analysis.tsne(z[:3])
+        tsne(z[:3])
 
 
 def test_eigenvector_colors_are_scaled_left_singular_vectors():
     cells = torch.rand(3, 4, 5, 7, generator=torch.Generator().manual_seed(0))
-    rgb = analysis.eigenvector_colors(cells)
+    rgb = eigenvector_colors(cells)
     assert rgb.shape == (3, 4, 5, 3)
     flat = torch.nn.functional.normalize(cells.view(-1, 7).double(), dim=1)
     u = torch.linalg.svd(flat, full_matrices=False).U[:, :3]
@@ -186,9 +190,9 @@ def test_eigenvector_colors_are_scaled_left_singular_vectors():
         assert own.max() == 1
         correlation = torch.corrcoef(torch.stack([own, u[:, channel]]))[0, 1].abs()
         assert correlation.item() == pytest.approx(1, abs=1e-5)
-    assert torch.equal(rgb, analysis.eigenvector_colors(cells))
+    assert torch.equal(rgb, eigenvector_colors(cells))
     with pytest.raises(UserError, match="singular vectors 6 to 8"):
-        analysis.eigenvector_colors(cells, first=6)
+        eigenvector_colors(cells, first=6)
 
 
 def test_what_needs_double_precision_leaves_a_device_without_it():

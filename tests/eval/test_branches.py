@@ -11,7 +11,7 @@ from anechoic.eval.encoders import Encoder
 from anechoic.eval.eval_data import open_eval_data
 from anechoic.eval.evaluator import EvalSpec, Evaluator
 from anechoic.eval.feature_cache import batches
-from anechoic.eval.metrics.analysis import effective_rank
+from anechoic.eval.metrics.rank import effective_rank
 from anechoic.models import build_model
 
 SPEC = EvalSpec(("branches", "components"), layers=(0, -1), poolings=("mean",), max_train=20, max_test=200)

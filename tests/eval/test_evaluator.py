@@ -14,13 +14,19 @@ import anechoic
 from anechoic.data import open_source
 from anechoic.data.preprocess import Preprocess
 from anechoic.errors import UserError
-from anechoic.eval import evaluator as evaluator_room
+from anechoic.eval import evaluator as evaluator_module
 from anechoic.eval.encoders import Encoder, baselines, open_encoder
 from anechoic.eval.eval_data import open_eval_data
-from anechoic.eval.evaluator import METRICS, EvalSpec, Evaluator, Metric
+from anechoic.eval.evaluator import EvalSpec, Evaluator
+from anechoic.eval.metrics import registry
 from anechoic.eval.metrics.knn import knn_accuracy
+from anechoic.eval.metrics.registry import METRICS, Metric, metric_table
 from anechoic.models import build_model
 from anechoic.models.packed import in_groups
+from anechoic.pages.run_page import layer_parts
+from anechoic.pages.runs import RunOnDisk
+from anechoic.pages.summary import Summary, layers_of
+from anechoic.recipes.demo import demo_mae
 from anechoic.runtime.checkpoint import model_card, write_model
 from anechoic.sweeps.evaluation import evaluate_encoder
 from anechoic.sweeps.trial import EvalPlan
@@ -120,28 +126,83 @@ def test_a_trial_survives_an_unreadable_image(model_dir, brightness):
     assert len(metrics["layers"]["mean"]["knn"]) == 3
 
 
-def test_a_metric_is_one_function_and_one_row(encoder, digits, monkeypatch):
-    """Added to the table it is measured wherever a spec names it."""
-    import sys
-    import types
+METRIC_FILE = """
+def brightness_metric(subject):
+    return {key: {"brightness": float(x.mean()), "detail": [1]} for key, x in subject.sets.items()}
+"""
 
-    module = types.ModuleType("my_metric")
-    module.mean_metric = lambda subject: {key: {"mean": float(x.mean())} for key, x in subject.sets.items()}
-    monkeypatch.setitem(sys.modules, "my_metric", module)
-    monkeypatch.setitem(evaluator_room.METRICS, "mean", Metric("my_metric:mean_metric"))
-    found = Evaluator(EvalSpec(("knn", "mean"), max_train=50, max_test=20)).run(encoder, digits)
-    assert all({"knn", "mean"} <= row.keys() for row in found.rows)
+
+def test_new_metric_is_one_file_and_one_row(encoder, digits, monkeypatch, tmp_path):
+    """It is measured, listed by `metric_table` and a column of the report's layer table."""
+    (tmp_path / "brightness_metric.py").write_text(METRIC_FILE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "METRICS", dict(METRICS))
+    row = Metric(
+        "brightness_metric:brightness_metric", "mean of all channels", columns={"brightness": "Light"}, report="chart"
+    )
+    anechoic.register_metric("brightness", row)
+
+    listed = {"name": "brightness", "per": "features", "needs": "", "description": "mean of all channels"}
+    assert listed in metric_table()
+    found = Evaluator(EvalSpec(("knn", "brightness"), max_train=50, max_test=20)).run(encoder, digits)
+    assert all({"knn", "brightness"} <= row.keys() for row in found.rows)
+
+    config = demo_mae()
+    run = RunOnDisk(tmp_path, replace(config, data=replace(config.data, source="digits:test", channels=1)), [], {})
+    rows, subject = layers_of(run, encoder, data=None, samples=40, device="cpu", seed=0)
+    assert all(isinstance(row["brightness"], float) and "detail" not in row for row in rows)
+    summary = Summary(run, "run", {}, {}, None, rows, subject, [])
+    assert summary.measure("brightness") == rows[-1]["brightness"]
+    chart, table = map(str, layer_parts([summary])[1:])
+    assert "Light" in chart
+    assert "Light" in table
+    with pytest.raises(UserError, match="already a metric 'brightness'"):
+        anechoic.register_metric("brightness", row)
+
+
+def test_metrics_of_installed_packages_are_found(monkeypatch):
+    class Point:
+        value = "somewhere:METRIC"
+
+        def __init__(self, name, load):
+            self.name, self.load = name, load
+
+    points = [Point("broken", lambda: {}["missing"]), Point("extra", lambda: Metric(lambda subject: {}, "of a plugin"))]
+    monkeypatch.setattr(registry, "METRICS", dict(METRICS))
+    monkeypatch.setattr(registry, "entry_points", lambda group: points)
+    registry.load_plugins.cache_clear()
+    with pytest.warns(UserWarning, match="'broken' .somewhere:METRIC. cannot be used"):
+        assert EvalSpec(("extra",)).metrics == ("extra",)
+
+
+def test_metric_whose_needs_are_unmet_is_refused_by_name(encoder, digits):
+    unlabeled = replace(digits, train=None, train_labels=None, test_labels=None)
+    with pytest.raises(UserError, match="The metric silhouette needs labels"):
+        Evaluator(EvalSpec(("rank", "silhouette"))).run(encoder, unlabeled)
+    with pytest.raises(UserError, match="The metric retrieval needs data that knows object and style"):
+        Evaluator(EvalSpec(("retrieval",))).run(encoder, digits)
+    with pytest.raises(UserError, match="tiny has no classification head"):
+        Evaluator(EvalSpec(("accuracy",), max_test=20)).run(encoder, digits)
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_selection_reads_train_samples_only(encoder, digits, single):
+    """Values for choosing among rows come from held-out train samples, whatever the test split holds."""
+    data = replace(digits, train=None, train_labels=None) if single else digits
+    spec = EvalSpec(("knn", "probe", "rank"), layers=(1,), poolings=("mean",), select=True, max_train=300, max_test=200)
+    subject = Evaluator(spec, cached=False).extract(encoder, data)
+    found = Evaluator(spec).measure(subject).rows[0]
+    assert set(found["selection"]) >= {"knn", "knn_by_k", "probe"}
+    assert "rank_rows" not in found["selection"]
+    complete = subject.with_train()
+    complete.test.sets[1, "mean"] = np.zeros_like(complete.test.sets[1, "mean"])
+    again = Evaluator(spec).measure(complete).rows[0]
+    assert again["selection"] == found["selection"]
+    assert again["knn"] < found["knn"]
 
 
 def test_every_metric_runs(encoder, digits):
-    elsewhere = (
-        "accuracy",
-        "retrieval",
-        "retrieval_standardized",
-        "retrieval_whitened",
-        "group_vote",
-    )  # need other data
-    names = tuple(name for name in METRICS if name not in elsewhere)
+    names = tuple(name for name, row in METRICS.items() if not {"styles", "classifier"} & set(row.needs))
     found = Evaluator(EvalSpec(names, layers="all", max_train=200, max_test=60)).run(encoder, digits)
     assert len(found.rows) == 4 * 3
     assert {"token_norm", "gain", "branch_ratio"} <= found.network.keys()
@@ -160,21 +221,19 @@ def test_noise_is_for_denoisers(encoder, digits):
 @pytest.mark.parametrize("protocol", ["logistic", "in100"])
 def test_a_denoiser_is_probed_by_the_protocol_of_its_plan(protocol, tmp_path, monkeypatch):
     """The plan's protocol reaches the probe; both give a number, and another one."""
-    from anechoic.eval.metrics import probe_protocols
+    from anechoic.eval.metrics import probe
     from anechoic.sweeps.evaluation import probe_denoiser
 
     called = []
     for name in ("logistic_rows", "in100_rows"):
-        rows = getattr(probe_protocols, name)
-        monkeypatch.setattr(
-            probe_protocols, name, lambda *args, name=name, rows=rows: called.append(name) or rows(*args)
-        )
+        rows = getattr(probe, name)
+        monkeypatch.setattr(probe, name, lambda *args, name=name, rows=rows: called.append(name) or rows(*args))
     torch.manual_seed(0)
     options = {"image_size": 8, "patch_size": 2, "in_channels": 1, "dim": 24, "depth": 2, "num_heads": 2}
     model = build_model("uvit_small", **options)
     run = write_model(tmp_path / "model", model.state_dict(), model_card(model, GRAY))
     plan = EvalPlan("digits:train", "digits:test", max_train=60, max_test=30, noise=(0.1,), protocol=protocol)
-    monkeypatch.setattr(probe_protocols, "SELECTION", 0.2)
+    monkeypatch.setattr(evaluator_module, "SELECTION", 0.2)
     metrics = probe_denoiser(run, plan, seed=0)
     assert set(called) == {f"{protocol}_rows"}
     assert 0 <= metrics["probe"] <= 100

@@ -13,9 +13,9 @@ from sklearn.linear_model import LogisticRegression
 from torch import nn
 
 from anechoic.errors import UserError
-from anechoic.eval.metrics import probe
+from anechoic.eval.metrics import probe_heads as probe
 from anechoic.eval.metrics.logistic import fit_logistic
-from anechoic.eval.metrics.probe import LARS, Setting, in100_lr, in100_probe, logistic_probe, mae_lr, mae_probe
+from anechoic.eval.metrics.probe_heads import LARS, Setting, in100_lr, in100_probe, logistic_probe, mae_lr, mae_probe
 
 pytestmark = pytest.mark.slow
 

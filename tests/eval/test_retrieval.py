@@ -152,7 +152,7 @@ def test_the_evaluator_measures_what_the_functions_do(tiny):
     eval_data = EvalData(None, source, None, None)
     found = evaluator.run(tiny, eval_data)
     sets = evaluator.extract(tiny, eval_data).sets
-    groups, things, styles = (source.facets[name] for name in ("group", "thing", "style"))
+    groups, things, styles = (source.facets[name] for name in ("group", "object", "style"))
     for layer in range(3):
         features = sets[layer, "mean"]
         row = found.rows[layer]
@@ -165,7 +165,7 @@ def test_the_evaluator_measures_what_the_functions_do(tiny):
 def test_a_part_of_the_drawings_keeps_its_facets(tiny):
     whole = open_source("emoji")
     part = Subset(whole, np.arange(0, 5150, 7))
-    assert np.array_equal(part.facets["thing"], whole.facets["thing"][::7])
+    assert np.array_equal(part.facets["object"], whole.facets["object"][::7])
     two = EvalData(None, Subset(open_source("emoji:style=noto+twemoji"), np.arange(0, 2060, 2)), None, None)
     (row, *_) = Evaluator(EvalSpec(("retrieval",), max_test=900), device="cpu", cached=False).run(tiny, two).rows
     assert 0 < row["retrieval"] < 1

@@ -24,7 +24,7 @@ from anechoic.errors import UserError
 from anechoic.eval import feature_cache
 from anechoic.eval.encoders import flat, open_encoder
 from anechoic.eval.feature_cache import features_of, file_crc
-from anechoic.eval.feature_scaling import fitted, rescaled, unit_vectors
+from anechoic.eval.feature_scaling import fit_scaling, rescaled, unit_vectors
 from anechoic.eval.metrics.knn import nearest
 from anechoic.index import collection as exploring
 from anechoic.index import index
@@ -223,7 +223,9 @@ def test_patches_side_by_side(run, photos, width):
     )
     (x,), (y,) = whole.sets.values(), folded.sets.values()
     assert x.shape == (36, 16 * 48)
-    cosines = [unit_vectors(z, fitted(z, "centered")) @ unit_vectors(z, fitted(z, "centered")).T for z in (x, y)]
+    cosines = [
+        unit_vectors(z, fit_scaling(z, "centered")) @ unit_vectors(z, fit_scaling(z, "centered")).T for z in (x, y)
+    ]
     assert y.shape[1] == (width or 16 * 48)
     assert (cosines[0] - cosines[1]).abs().mean() < (0.15 if width else 1e-6)
     assert flat(encoder, width=width).fingerprint == flat(open_encoder(run), width=width).fingerprint
@@ -335,7 +337,7 @@ def test_whitened_vectors_vary_alike_in_every_direction():
     white = rescaled(mixed, "whitened").double()
     covariance = torch.cov(white.T, correction=0)
     np.testing.assert_allclose(covariance, torch.eye(12), atol=1e-3)
-    in_pieces = unit_vectors(mixed.numpy(), fitted(mixed, "whitened"))
+    in_pieces = unit_vectors(mixed.numpy(), fit_scaling(mixed, "whitened"))
     np.testing.assert_allclose(in_pieces, torch.nn.functional.normalize(white, dim=1), atol=1e-5)
 
 

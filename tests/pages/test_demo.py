@@ -13,7 +13,7 @@ from browser import contrast, fits, showing
 
 from anechoic.cli.main import main
 from anechoic.errors import UserError
-from anechoic.eval.metrics.retrieval import places, retrieval_matrix
+from anechoic.eval.metrics.retrieval import retrieval_matrix, retrieval_ranks
 from anechoic.pages import demo
 from anechoic.pages import demo_page as showcase
 from anechoic.pages.demo import LAYERS, Demo, verdict
@@ -147,7 +147,7 @@ def test_places_agree_with_the_shares_of_retrieval():
     things, styles = np.tile(np.arange(12), 3), np.repeat(np.arange(3), 12)
     features = random.normal(size=(12, 8))[things] + 0.7 * random.normal(size=(36, 8))
     order = random.permutation(36)
-    best, place = places(features[order], things[order], styles[order])
+    best, place = retrieval_ranks(features[order], things[order], styles[order])
     shares = retrieval_matrix(features[order], things[order], styles[order])
     for i in range(3):
         for j in range(3):

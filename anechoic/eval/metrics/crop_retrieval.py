@@ -1,30 +1,23 @@
-"""Metrics that need no label: is an image found by another crop of it, and are hidden patches guessed better than by
-the mean patch?
+"""Crop retrieval: is an image found by another crop of it? It needs no label.
 
-What they are worth was measured on labeled data (docs/report.md). What follows from them is verdict.py's.
+How well it predicts accuracy was measured on labeled data (docs/report.md). verdict.py draws conclusions from it.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from anechoic.data import Augment, Source, Subset
 from anechoic.eval.encoders import Encoder
 from anechoic.eval.eval_data import evenly
 from anechoic.eval.feature_cache import batches
 from anechoic.eval.feature_scaling import rescaled
-from anechoic.eval.features import Key, evaluating, extract_batches
-from anechoic.eval.metrics.analysis import doubled
+from anechoic.eval.features import Key, Rows, extract_batches
 from anechoic.eval.metrics.knn import unit_rows
-from anechoic.eval.reconstruction import reconstructs
-from anechoic.models.layers import patchify
-from anechoic.models.mae import normalize_patches
-from anechoic.rng import SampleGenerator
 
 if TYPE_CHECKING:
     from anechoic.eval.evaluator import Subject
@@ -35,7 +28,7 @@ CROP = Augment(kind="crop", scale=(0.3, 0.8), flip=False)
 CROPPED, PAIRS = 512, 2
 
 
-def crops_metric(subject: Subject) -> dict[Key, dict[str, Any]]:
+def crops_metric(subject: Subject) -> Rows:
     """crop_retrieval: the share of crops whose nearest other crop, one of each image, is of the same image.
 
     crop_error is its standard error over images. Channels are standardized first, so that no loud channel decides
@@ -86,34 +79,3 @@ def found_again(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     own = similarities.diagonal().clone()
     similarities.fill_diagonal_(-torch.inf)
     return (own > similarities.amax(dim=1)).double().numpy()
-
-
-@torch.inference_mode()
-def reconstruction_metric(subject: Subject) -> dict[str, float]:
-    """masked_loss: of an autoencoder on hidden patches, masks drawn from the seed; mean_patch_loss: that of predicting
-    the mean of all hidden patches for each of them. Nothing for other networks."""
-    encoder = subject.encoder
-    if not reconstructs(encoder):
-        return {}
-    model: Any = encoder.model
-    p, first, losses = model.config.patch_size, 0, 0.0
-    squares, total, count = 0.0, torch.zeros(()), 0
-    with evaluating(model):
-        for images in batches(encoder, subject.eval_data.test, device=str(subject.device)):
-            ids = torch.arange(first, first + len(images), device=images.device)
-            patches = patchify(images, p)
-            noise = SampleGenerator(subject.spec.seed, ids, torch.zeros_like(ids)).uniform("mask", patches.shape[1])
-            loss, _, mask = model(images, noise)
-            hidden = targets(patches, mask, normalized=model.config.norm_pix)
-            losses += loss.item() * len(images)
-            squares += hidden.square().mean(dim=1).sum().item()
-            total = total + hidden.sum(dim=0).cpu()
-            count, first = count + len(hidden), first + len(images)
-    mean = total / count
-    return {"masked_loss": losses / first, "mean_patch_loss": squares / count - mean.square().mean().item()}
-
-
-def targets(patches: Tensor, mask: Tensor, *, normalized: bool) -> Tensor:
-    """What the autoencoder is to predict: the hidden ones (M, P) of all patches (B, N, P), in double precision."""
-    hidden = patches[mask.bool()]
-    return doubled(normalize_patches(hidden) if normalized else hidden)

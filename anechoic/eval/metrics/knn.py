@@ -6,18 +6,18 @@ Ties: the smaller train index among equal similarities, the smaller class among 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anechoic.errors import NotFiniteError, UserError
-from anechoic.eval.feature_scaling import fitted
-from anechoic.eval.features import Key
-from anechoic.eval.metrics.analysis import as_tensor
+from anechoic.errors import UserError
+from anechoic.eval.feature_scaling import Scaling, apply_scaling, fit_scaling
+from anechoic.eval.features import Rows
+from anechoic.eval.tensors import as_tensor, check_finite
 
 if TYPE_CHECKING:
     from anechoic.eval.evaluator import Subject
@@ -73,13 +73,8 @@ def unit_rows(features: np.ndarray | Tensor, *, name: str) -> Tensor:
     x = as_tensor(features)
     if x.ndim != 2 or len(x) == 0:
         raise UserError(f"The {name} features must be a non-empty matrix (samples, channels), not {tuple(x.shape)}.")
-    x = x.float()
-    # A sum is finite only if its terms are, and takes one pass.
-    if not torch.isfinite(x.sum(dtype=torch.float64)):
-        raise NotFiniteError(
-            f"The {name} features contain NaN or infinity: the weights are damaged, so use an earlier checkpoint."
-        )
-    return F.normalize(x, dim=1)
+    check_finite(x, f"of the {name} samples")
+    return F.normalize(x.float(), dim=1)
 
 
 # ---- in full precision
@@ -280,49 +275,19 @@ def knn_accuracy(
 # ---- as a metric
 
 
-def knn_metric(subject: Subject) -> dict[Key, dict[str, Any]]:
-    """knn: top-1 in 0 .. 1 at the spec's first k; knn_by_k: at each of them. Nothing without labels."""
-    return _votes(subject, "knn", lambda train, test: (train, test))
-
-
-def standardized_knn_metric(subject: Subject) -> dict[Key, dict[str, Any]]:
-    """knn_standardized: every channel to mean 0 and deviation 1 over the train part, which a cosine is blind to."""
-
-    def standardized(train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        mean, deviation = train.mean(axis=0), train.std(axis=0).clip(min=1e-12)
-        return (train - mean) / deviation, (test - mean) / deviation
-
-    return _votes(subject, "knn_standardized", standardized)
-
-
-def whitened_knn_metric(subject: Subject) -> dict[Key, dict[str, Any]]:
-    """knn_whitened: every direction to the same variance over the train part; slow beyond a thousand channels."""
-
-    def whitened(train: np.ndarray, test: np.ndarray) -> tuple[Tensor, Tensor]:
-        change = fitted(train, "whitened")
-        assert change is not None
-        return change(train), change(test)
-
-    return _votes(subject, "knn_whitened", whitened)
-
-
-def _votes(subject: Subject, name: str, rescale: Callable[[Any, Any], tuple[Any, Any]]) -> dict[Key, dict[str, Any]]:
-    """The vote at the spec's first k after `rescale` of both parts, under this name, and at each k as NAME_by_k."""
-    if subject.labels is None:
-        return {}
+def knn_metric(subject: Subject, *, scaling: Scaling = "raw") -> Rows:
+    """knn (or knn_SCALING): top-1 in 0 .. 1 at the spec's first k; knn_by_k: at each of them. The scaling is fitted to
+    the train split."""
     split, rows = subject.split(), {}
-    if len(np.unique(split.train_labels)) < 2 and subject.train is None:
+    name = "knn" if scaling == "raw" else f"knn_{scaling}"
+    if len(np.unique(split.train_labels)) < 2 and subject.held_out:
         return {key: {name: None} for key in split.train}  # the held-out part left one class to vote
     ks = subject.spec.neighbors or (min(USUAL_K, len(split.train_labels)),)
-    for key, train in split.train.items():
-        train, test = rescale(train, split.test[key])
+    for key, features in split.train.items():
+        change = fit_scaling(features, scaling)
+        train, test = (apply_scaling(x, change).to(subject.measuring) for x in (features, split.test[key]))
         found = knn_accuracy(
-            as_tensor(train).to(subject.measuring),
-            split.train_labels,
-            as_tensor(test).to(subject.measuring),
-            split.test_labels,
-            ks=ks,
-            temperature=subject.spec.temperature,
+            train, split.train_labels, test, split.test_labels, ks=ks, temperature=subject.spec.temperature
         )
         rows[key] = {name: found[ks[0]], f"{name}_by_k": found}
     return rows

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from anechoic.errors import UserError
-from anechoic.eval.metrics.analysis import as_matrix, as_tensor
+from anechoic.eval.tensors import as_matrix, as_tensor
 
 MEMORY = 10
 # Logits of a chunk of samples for all heads together: half a megabyte, which stays in a core's cache from the product
