@@ -1,6 +1,6 @@
-"""Images from anywhere: `open_source` turns a name or path into a Source, `Loader` turns a Source into batches.
+"""Images of any origin: `open_source` turns a name or path into a Source, `Loader` turns a Source into batches.
 
-Labels are read only if asked for. Nothing here knows of models or training.
+Labels are read only on request. This package is independent of models and training.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ from pathlib import Path
 from anechoic.data.archives import open_shard_pattern, open_tar, open_zip
 from anechoic.data.arrays import Array, open_array
 from anechoic.data.augment import Augment
-from anechoic.data.content_checksums import Contents
 from anechoic.data.decoding import Undecodable, decode
 from anechoic.data.embedded import Scenes, open_digits, open_scenes
 from anechoic.data.emoji import open_emoji
 from anechoic.data.files import open_folder, open_list, open_paths
 from anechoic.data.loader import Batch, Loader
-from anechoic.data.pixel_cache import cache_dir
 from anechoic.data.remote_files import is_url
 from anechoic.data.shards import INDEX, open_indexed, open_remote
-from anechoic.data.source import IMAGE_SUFFIXES, BadImage, EncodedSource, Source, Subset, common_labels
+from anechoic.data.source import IMAGE_SUFFIXES, BadImage, Source, Subset, common_labels
 from anechoic.data.tables import Parquet, open_hub
 from anechoic.errors import UserError, nearest_name
 from anechoic.storage.safe_io import reason
@@ -36,21 +34,19 @@ __all__ = [
     "Source",
     "Subset",
     "Undecodable",
-    "cache_dir",
     "common_labels",
     "decode",
     "open_source",
 ]
 
-# A name -> what opens NAME or NAME:WORD:WORD. It gets the words, and by keyword what it asks for of labels, channels,
-# size and seed.
+# What opens NAME or NAME:WORD:WORD: a function of the words and, by keyword, of any of labels, channels, size and seed.
 NAMED: dict[str, Callable[..., Source]] = {
     "digits": open_digits,
     "scenes": open_scenes,
     "emoji": open_emoji,
     "hf": lambda words, *, labels, channels: open_hub(":".join(words), labels=labels, channels=channels),
 }
-# The ending of a file -> what opens it.
+# What opens a file of a suffix.
 FILE_READERS: dict[str, Callable[..., Source]] = {
     ".zip": open_zip,
     ".tar": open_tar,
@@ -66,7 +62,7 @@ FILE_READERS: dict[str, Callable[..., Source]] = {
 def open_source(
     source: str | Path | Source, *, labels: bool = False, channels: int = 3, size: int = 64, seed: int = 0
 ) -> Source:
-    """The images behind a name or path.
+    """Open the images of a name or path; a Source is returned unchanged.
 
     `digits`, `scenes`, `emoji` (each with `:train` or `:test`, scenes also with `:NUMBER`, emoji with `:style=NAME` and
     `:label=object`); a folder, searched to any depth; a text list; .zip, .tar, shards-{000..127}.tar (also by URL); a
@@ -76,8 +72,7 @@ def open_source(
     if isinstance(source, Source):
         return source
     found = _open(source, labels=labels, channels=channels, size=size, seed=seed)
-    if isinstance(found, EncodedSource):
-        found.contents = Contents(cache_dir() / "contents" / found.fingerprint, len(found))
+    found.where = str(source)
     return found
 
 
@@ -131,7 +126,7 @@ def _open_file(path: Path, *, labels: bool, channels: int) -> Source:
 
 
 def _hint(text: str, path: Path) -> str:
-    """The nearest thing that does exist."""
+    """Return a remedy with the nearest name that exists."""
     siblings = [str(item) for item in path.parent.iterdir()] if path.parent.is_dir() else []
     near = nearest_name(text.split(":")[0], [*NAMED, *siblings])
     return near if near.startswith("did") else f"give an existing folder or file, or one of {', '.join(NAMED)}."

@@ -1,7 +1,7 @@
 """Images inside zip and tar files, WebDataset shards among them, read in any order through a memory map.
 
-Nothing is unpacked, and no extra package is needed: the members' places are listed once, and the listing of a long
-archive is remembered. Compressed tar files cannot be read in any order and are refused.
+Nothing is unpacked, and no extra package is needed: the members' positions are listed once, and the listing of a long
+archive is cached. Compressed tar files have no random access and are refused.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import zipfile
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -24,9 +25,9 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from anechoic.data.content_checksums import FileHashes, is_settled, stamp_of
 from anechoic.data.decoding import Undecodable, decode
-from anechoic.data.pixel_cache import cache_dir, read_cached, write_cached
-from anechoic.data.remote_files import Place, filesystem, is_url, name_of, open_place, size_of, stamp_of
+from anechoic.data.remote_files import Location, filesystem, is_url, open_location, size_of, version_of
 from anechoic.data.source import (
     BadImage,
     EncodedSource,
@@ -35,17 +36,20 @@ from anechoic.data.source import (
     classes_from_folders,
     digest,
     is_image_name,
-    note_ignored,
     number_classes,
     refuse_exhaustion,
+    warn_ignored,
 )
 from anechoic.errors import UserError
+from anechoic.storage.cache import has_entry, open_entry
+from anechoic.storage.files import write_aside
 from anechoic.storage.safe_io import MAX_IMAGE_BYTES, open_regular, reason
 
-REMEMBER_FROM = 20_000
-# Archives that stay mapped; each takes one of the files a process may have open, often 1024.
+# Listings of fewer members are made again in less than a second.
+CACHE_LISTINGS_FROM = 20_000
+# Archives that stay mapped; each counts against the process's limit of open files, often 1024.
 MAX_MAPS = 256
-# What reading the index of a damaged archive ends in.
+# What reading the index of a damaged archive raises.
 ZIP_DAMAGE = (
     zipfile.BadZipFile,
     struct.error,
@@ -61,29 +65,31 @@ MAX_CLASS_NAME = 1000
 NUMBER = re.compile(r"[0-9]{1,18}")
 STORED, DEFLATED = zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED
 ZIP_LOCAL_HEADER = struct.Struct("<4s22xHH")
-# Where a member lies: which archive, the first byte of its data (zip: of its local header), stored length, method, CRC.
+# A member's position: which archive, the first byte of its data (zip: of its local header), stored length, method, CRC.
 MEMBER = np.dtype([("archive", "i4"), ("start", "i8"), ("length", "i8"), ("method", "i4"), ("crc", "u4")])
-# A member of a tar, and one whose sum is known from an index beside the shards.
+# A member of a tar, and one whose checksum is known from an index beside the shards.
 TAR, CHECKED_TAR = -1, -2
+LISTING = "listing.npz"
 
 
-class Packed(EncodedSource):
+class ArchiveSource(EncodedSource):
     """Members of one or more uncompressed archives."""
 
     def __init__(
         self,
-        archives: Sequence[Place],
+        archives: Sequence[Location],
         names: Names,
         members: np.ndarray,
         *,
-        fingerprint: str,
         channels: int = 3,
         labels: np.ndarray | None = None,
         classes: tuple[str, ...] | None = None,
     ):
         super().__init__(channels=channels)
-        self.archives, self.names, self.members, self.fingerprint = tuple(archives), names, members, fingerprint
+        self.archives, self.names, self.members = tuple(archives), names, members
         self.labels, self.classes = labels, classes
+        self.hashes = FileHashes("", [str(path) for path in archives])
+        self.indexed_hashes: np.ndarray | None = None  # of the archives, in an index beside them
         self._map = lru_cache(maxsize=MAX_MAPS)(self._new_map)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -101,16 +107,26 @@ class Packed(EncodedSource):
 
     def data(self, index: int) -> bytes:
         archive, start, length, method, crc = self.members[index].item()
+        self.hashes.check_file(archive)
         return member_bytes(self._map(archive), start, length, method, crc)
 
+    def compute_fingerprint(self) -> str:
+        if self.indexed_hashes is not None and np.array_equal(self.hashes.all, self.indexed_hashes):
+            return str(self.earlier_fingerprint)  # of all that the index knows
+        return digest("archives", self.names.blob, self.names.ends, self.hashes.all)
+
     def _new_map(self, archive: int) -> mmap.mmap:
-        """Closed when nobody refers to it any more, so one that another thread reads from outlives its place here."""
+        """Map an archive; it is closed with the last reference, so threads may use it after it leaves the LRU cache."""
         with open(self.archives[archive], "rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-class RemotePacked(Packed):
-    """Members of shards behind URLs of fsspec, fetched by ranges, those of a batch side by side."""
+class RemoteArchiveSource(ArchiveSource):
+    """Members of shards behind URLs of fsspec, fetched by ranges, those of a batch in parallel."""
+
+    def compute_fingerprint(self) -> str:
+        versions = np.concatenate([version_of(archive) for archive in self.archives])
+        return digest("remote archives", self.names.blob, self.names.ends, self.members["length"], versions)
 
     def data(self, index: int) -> bytes:
         (found,) = self._fetch([index])
@@ -128,10 +144,8 @@ class RemotePacked(Packed):
                     raise found
                 if isinstance(found, Exception):
                     refuse_exhaustion(found)
-                    out.append(BadImage(self.name(index), reason(found), lasting=False))
+                    out.append(BadImage(self.name(index), reason(found), permanent=False))
                     continue
-                if self.contents is not None:
-                    self.contents.check(index, found, self.name)
                 out.append(decode(found, channels=self.channels, min_side=min_side))
             except Undecodable as error:
                 out.append(BadImage(self.name(index), str(error)))
@@ -149,24 +163,19 @@ class RemotePacked(Packed):
         out: list[bytes | Exception] = []
         for row, data in zip(rows, found, strict=True):
             try:
-                out.append(data if isinstance(data, Exception) else whole_member(data, row))
+                _, _, length, method, crc = row.item()
+                out.append(data if isinstance(data, Exception) else member_bytes(data, 0, length, method, crc))
             except Undecodable as error:
                 out.append(error)
         return out
 
 
-def whole_member(data: bytes, row: np.void) -> bytes:
-    """The fetched bytes of a member, checked against its row of the index."""
-    _, _, length, method, crc = row.item()
-    return member_bytes(data, 0, length, method, crc)
-
-
-def packed_class(archives: Sequence[Place]) -> type[Packed]:
-    return RemotePacked if any(is_url(place) for place in archives) else Packed
+def archive_source_class(archives: Sequence[Location]) -> type[ArchiveSource]:
+    return RemoteArchiveSource if any(map(is_url, archives)) else ArchiveSource
 
 
 def member_bytes(archive: mmap.mmap | bytes, start: int, length: int, method: int, crc: int) -> bytes:
-    """One member, decompressed and checked as far as its archive allows."""
+    """Return one member, decompressed and checked as far as its archive allows."""
     if method not in (TAR, CHECKED_TAR):
         try:
             magic, name_length, extra_length = ZIP_LOCAL_HEADER.unpack_from(archive, start)
@@ -181,7 +190,7 @@ def member_bytes(archive: mmap.mmap | bytes, start: int, length: int, method: in
     if len(data) < length:
         raise Undecodable("the archive ends before this image does")
     if method == DEFLATED:
-        data = inflated(data)
+        data = inflate(data)
     elif method not in (STORED, TAR, CHECKED_TAR):
         raise Undecodable(f"zip compression method {method} is not supported; use deflate or store")
     if method != TAR and zlib.crc32(data) != crc:
@@ -189,8 +198,8 @@ def member_bytes(archive: mmap.mmap | bytes, start: int, length: int, method: in
     return data
 
 
-def inflated(data: bytes) -> bytes:
-    """A raw deflate stream unpacked, never beyond the limit: a thousandth of it can be made to claim all of memory."""
+def inflate(data: bytes) -> bytes:
+    """Unpack a raw deflate stream up to the limit: a small stream can unpack to more than the memory."""
     stream = zlib.decompressobj(wbits=-15)
     try:
         found = stream.decompress(data, MAX_IMAGE_BYTES + 1)
@@ -204,7 +213,7 @@ def inflated(data: bytes) -> bytes:
 
 
 def without_common_folder(names: Sequence[str]) -> list[str]:
-    """Names relative to the folder that holds them all: a zip of a folder reads like the folder."""
+    """Return names relative to the folder that holds all: a zip of a folder reads like the folder."""
     if not names:
         return []
     first, *_ = names
@@ -217,11 +226,11 @@ def without_common_folder(names: Sequence[str]) -> list[str]:
     return [name[cut:] for name in names]
 
 
-def open_zip(path: Path, *, labels: bool, channels: int) -> Packed:
+def open_zip(path: Path, *, labels: bool, channels: int) -> ArchiveSource:
     try:
         with open_regular(path) as file, zipfile.ZipFile(file) as archive:
             infos = [info for info in archive.infolist() if is_image_name(info.filename)]
-            note_ignored(archive.namelist(), where=str(path))
+            warn_ignored(archive.namelist(), where=str(path))
     except ZIP_DAMAGE as error:
         raise UserError(
             f"{str(path)!r} is not a complete zip file ({reason(error)}); make or download it again."
@@ -238,75 +247,68 @@ def open_zip(path: Path, *, labels: bool, channels: int) -> Packed:
     rows = [(0, info.header_offset, info.compress_size, info.compress_type, info.CRC) for info in infos]
     names = without_common_folder([info.filename for info in infos])
     members = np.array(rows, dtype=MEMBER)
-    return _packed([path], names, members, labels=labels, channels=channels, where=str(path), content=members["crc"])
+    return _archive_source([path], names, members, members["crc"], labels=labels, channels=channels, where=str(path))
 
 
-def open_tar(path: Path, *, labels: bool, channels: int) -> Packed:
-    """A plain tar of images, its folders the classes; a single WebDataset shard is recognized by its .cls files."""
+def open_tar(path: Path, *, labels: bool, channels: int) -> ArchiveSource:
+    """Open a plain tar of images, its folders the classes, or one WebDataset shard, recognized by its .cls files."""
     names, members = list_tar(path)
     if any(name.endswith(".cls") for name in names):
         return open_shards([path], labels=labels, channels=channels)
-    note_ignored(names, where=str(path))
+    warn_ignored(names, where=str(path))
     order = sorted((k for k in range(len(names)) if is_image_name(names[k])), key=names.__getitem__)
     inside = without_common_folder([names[k] for k in order])
-    return _packed(
-        [path], inside, members[order], labels=labels, channels=channels, where=str(path), content=stamp_of(path)
+    return _archive_source(
+        [path], inside, members[order], version_of(path), labels=labels, channels=channels, where=str(path)
     )
 
 
 class Shard(NamedTuple):
-    """The images of one shard: names, places and, if asked for, classes."""
+    """The images of one shard: names, positions and, if requested, classes."""
 
     names: list[str]
     members: np.ndarray
     kinds: list[str]
 
 
-def list_shard(place: Place, *, labels: bool) -> Shard:
-    inside, rows = list_tar(place)
+def list_shard(location: Location, *, labels: bool) -> Shard:
+    inside, rows = list_tar(location)
     chosen = [k for k, name in enumerate(inside) if is_image_name(name)]
     kinds: list[str] = []
     if labels:
         classes = {name[: -len(".cls")]: k for k, name in enumerate(inside) if name.endswith(".cls")}
-        with open_place(place) as file:
-            kinds = [_shard_class(file, rows, classes, inside[k], place) for k in chosen]
+        with open_location(location) as file:
+            kinds = [_shard_class(file, rows, classes, inside[k], location) for k in chosen]
     return Shard([inside[k] for k in chosen], rows[chosen], kinds)
 
 
-def open_shards(paths: Sequence[Place], *, labels: bool, channels: int) -> Packed:
-    """WebDataset shards: a sample is the run of members that share a name up to the first dot; .cls holds its class."""
+def open_shards(paths: Sequence[Location], *, labels: bool, channels: int) -> ArchiveSource:
+    """Open WebDataset shards: members that share a name up to the first dot are a sample; .cls holds its class."""
     try:
-        # Shards are listed side by side: listing waits for the disk, or for a server.
+        # In parallel: listing waits for the disk, or for a server.
         with ThreadPoolExecutor(8) as pool:
-            shards = list(pool.map(lambda place: list_shard(place, labels=labels), paths))
+            shards = list(pool.map(lambda path: list_shard(path, labels=labels), paths))
     except OSError as error:
         raise UserError(f"Not all of the shards can be read ({reason(error)}); give those that are there.") from error
     names = [
-        f"{name_of(place)}/{name}" if len(paths) > 1 else name
-        for place, shard in zip(paths, shards, strict=True)
+        f"{str(path).rpartition('/')[2]}/{name}" if len(paths) > 1 else name
+        for path, shard in zip(paths, shards, strict=True)
         for name in shard.names
     ]
     members = np.concatenate([shard.members for shard in shards])
     members["archive"] = np.repeat(np.arange(len(shards)), [len(shard.names) for shard in shards])
     kinds = [kind for shard in shards for kind in shard.kinds]
     where = str(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
-    packed = _packed(
-        paths,
-        names,
-        members,
-        labels=False,
-        channels=channels,
-        where=where,
-        content=np.concatenate([stamp_of(place) for place in paths]),
-    )
+    versions = np.concatenate([version_of(path) for path in paths])
+    source = _archive_source(paths, names, members, versions, labels=False, channels=channels, where=where)
     if labels and all(NUMBER.fullmatch(kind) for kind in kinds):
-        packed.labels = check_labels(np.array([int(kind) for kind in kinds], dtype=np.int64), where=where)
+        source.labels = check_labels(np.array([int(kind) for kind in kinds], dtype=np.int64), where=where)
     elif labels:
-        packed.labels, packed.classes = number_classes(kinds)
-    return packed
+        source.labels, source.classes = number_classes(kinds)
+    return source
 
 
-def _shard_class(file: BinaryIO, rows: np.ndarray, classes: dict[str, int], name: str, path: Place) -> str:
+def _shard_class(file: BinaryIO, rows: np.ndarray, classes: dict[str, int], name: str, path: Location) -> str:
     folder, _, base = name.rpartition("/")
     key = f"{folder}/{base.split('.', 1)[0]}" if folder else base.split(".", 1)[0]
     if key not in classes:
@@ -326,39 +328,55 @@ def _shard_class(file: BinaryIO, rows: np.ndarray, classes: dict[str, int], name
     return text
 
 
-def _packed(
-    archives: Sequence[Place],
+def _archive_source(
+    archives: Sequence[Location],
     names: list[str],
     members: np.ndarray,
+    versions: np.ndarray,
     *,
     labels: bool,
     channels: int,
     where: str,
-    content: np.ndarray,
-) -> Packed:
+) -> ArchiveSource:
+    """versions: what earlier versions made the fingerprint from."""
     if not names:
         raise UserError(
             f"There is no image that is read here (JPEG, PNG, WebP, BMP, TIFF, GIF, AVIF) in {where!r}; give an "
             "archive that holds some."
         )
     numbers, classes = classes_from_folders(names, where=where) if labels else (None, None)
-    packed_names = Names.of(names)
-    fingerprint = digest("packed", packed_names.blob, packed_names.ends, members["length"], content)
-    return packed_class(archives)(
-        archives, packed_names, members, fingerprint=fingerprint, channels=channels, labels=numbers, classes=classes
+    table = Names.of(names)
+    source = archive_source_class(archives)(
+        archives, table, members, channels=channels, labels=numbers, classes=classes
     )
+    source.earlier_fingerprint = digest("packed", table.blob, table.ends, members["length"], versions)
+    return source
 
 
-def list_tar(path: Place) -> tuple[list[str], np.ndarray]:
-    """Every file of a tar: names and places, in the order of the archive. A long list is remembered."""
-    full = str(path) if is_url(path) else os.path.realpath(path)
-    memory = cache_dir() / "listings" / f"{digest(os.fsencode(full), stamp_of(path))}.tar.npz"
-    if (arrays := read_cached(memory)) is not None:
-        return list(Names(arrays["names"].tobytes(), arrays["ends"])), arrays["members"]
+def list_tar(path: Location) -> tuple[list[str], np.ndarray]:
+    """Return every file of a tar, names and positions, in the order of the archive. A long list is cached."""
+    stamp = np.append(version_of(path), 0) if is_url(path) else np.array(stamp_of(os.stat(path)), np.int64)
+    key, about = digest("tar listing", str(path) if is_url(path) else "", stamp), f"members of {path}"
+    if has_entry("listings", key):
+        with suppress(OSError), open_entry("listings", key, about=about) as entry:
+            if entry.intact([LISTING]):
+                with np.load(entry.path / LISTING, allow_pickle=False) as arrays:
+                    return list(Names(arrays["names"].tobytes(), arrays["ends"])), arrays["members"]
+    names, members = _scan_tar(path)
+    if is_url(path) or (len(names) >= CACHE_LISTINGS_FROM and is_settled(stamp)):
+        table = Names.of(names)
+        with suppress(OSError), open_entry("listings", key, about=about) as entry:
+            with write_aside(entry.path / LISTING) as temporary, open(temporary, "wb") as file:
+                np.savez(file, names=np.frombuffer(table.blob, np.uint8), ends=table.ends, members=members)
+            entry.commit(entry.hashes([LISTING]))
+    return names, members
+
+
+def _scan_tar(path: Location) -> tuple[list[str], np.ndarray]:
     try:
-        # "r:" refuses compression: a compressed stream has no places to jump to.
-        with open_place(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
-            # A sparse member's bytes do not lie one after the other.
+        # "r:" refuses compression: a compressed stream has no random access.
+        with open_location(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
+            # The bytes of a sparse member are not contiguous.
             files = []
             for item in archive:
                 if item.isfile() and not item.issparse():
@@ -372,12 +390,8 @@ def list_tar(path: Place) -> tuple[list[str], np.ndarray]:
     lost = next((name for name, start, length in files if length < 0 or start + length > size), None)
     if lost is not None:
         raise UserError(f"{str(path)!r} ends before its member {lost[:200]!r} does; make or download it again.")
-    names = [name for name, _, _ in files]
     members = np.array([(0, start, length, TAR, 0) for _, start, length in files], dtype=MEMBER)
-    if len(names) >= REMEMBER_FROM or is_url(path):
-        packed = Names.of(names)
-        write_cached(memory, {"names": np.frombuffer(packed.blob, np.uint8), "ends": packed.ends, "members": members})
-    return names, members
+    return [name for name, _, _ in files], members
 
 
 BRACES = re.compile(r"\{(\d{1,9})\.\.(\d{1,9})\}")
@@ -385,7 +399,7 @@ MAX_SHARDS = 100_000
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """`a-{00..02}.tar` -> a-00.tar, a-01.tar, a-02.tar; several ranges multiply, the last one fastest."""
+    """Return a-00.tar, a-01.tar, a-02.tar for `a-{00..02}.tar`; several ranges multiply, the last one fastest."""
     pieces = BRACES.split(pattern)
     texts, firsts, lasts = pieces[0::3], pieces[1::3], pieces[2::3]
     count = math.prod(max(0, int(last) - int(first) + 1) for first, last in zip(firsts, lasts, strict=True))
@@ -402,7 +416,7 @@ def expand_braces(pattern: str) -> list[str]:
     ]
 
 
-def open_shard_pattern(pattern: str, *, labels: bool, channels: int) -> Packed:
+def open_shard_pattern(pattern: str, *, labels: bool, channels: int) -> ArchiveSource:
     paths = [Path(name) for name in expand_braces(pattern)]
     missing = [path for path in paths if not path.is_file()]
     if not paths or missing:

@@ -1,11 +1,12 @@
-"""Images that are an array already: `.npy` (memory-mapped) and `.npz` with `images` and, if wanted, `labels`.
+"""Images in an array: `.npy` (memory-mapped) and `.npz` with `images` and, if requested, `labels`.
 
-Layout (N, H, W) or (N, H, W, C), any C. This is also how any number of channels enters the library.
+Layout (N, H, W) or (N, H, W, C) with any C: the only source of images with more than 4 channels.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -19,14 +20,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anechoic.data.content_checksums import FileHashes
 from anechoic.data.decoding import MAX_ASPECT, MAX_PIXELS
 from anechoic.data.pixels import luminance, sixteen_to_eight
 from anechoic.data.source import Source, check_labels, digest
 from anechoic.errors import UserError
 from anechoic.storage.safe_io import open_regular, reason, refuse_bomb
 
-FINGERPRINT_BYTES = 1 << 20
-# What reading a damaged .npy or .npz ends in; numpy parses its headers as Python literals.
+# The bytes at either end of a file that earlier versions made the fingerprint from.
+ENDS = 1 << 20
+# What reading a damaged .npy or .npz raises; numpy parses its headers as Python literals.
 NUMPY_DAMAGE = (
     *(ValueError, TypeError, EOFError, BadZipFile, OSError, KeyError, IndexError, OverflowError, NotImplementedError),
     *(struct.error, zlib.error, TokenError, SyntaxError, RecursionError, MemoryError, RuntimeError),
@@ -36,7 +39,7 @@ NUMPY_DAMAGE = (
 class Array(Source):
     """Pixels from one array (N, H, W, C) of uint8, uint16, bool, integers in 0 .. 255 or floats in [0, 1]."""
 
-    resident = True
+    in_memory = True
 
     def __init__(
         self,
@@ -47,7 +50,9 @@ class Array(Source):
         classes: tuple[str, ...] | None = None,
         fingerprint: str = "",
         where: str = "the array",
+        path: Path | None = None,
     ):
+        """path: the .npy file that images are a memory map of."""
         super().__init__()
         self.images = check_images(images, where=where)
         have = self.images.shape[3]
@@ -56,11 +61,15 @@ class Array(Source):
         self.channels, self.labels, self.classes = channels, labels, classes
         if labels is not None and len(labels) != len(images):
             raise UserError(f"{where} has {len(images)} images but {len(labels)} labels; give one label an image.")
-        self.fingerprint = fingerprint or digest("array", str(images.dtype), str(images.shape), images)
-        self.path: Path | None = None
+        self.path, self.hashes = path, FileHashes("", [] if path is None else [str(path)])
+        if path is None:
+            self.fingerprint = fingerprint or digest("array", str(images.dtype), str(images.shape), images)
+
+    def compute_fingerprint(self) -> str:
+        return digest("array file", self.hashes.all)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A memory-mapped array is mapped again by a worker process, not copied to it.
+        # A worker process maps the file again instead of receiving a copy.
         return {**self.__dict__, "images": None} if self.path else self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -75,6 +84,8 @@ class Array(Source):
         return str(index)
 
     def read(self, index: int, *, min_side: int | None = None) -> Tensor:
+        if self.path:
+            self.hashes.check_file(0)
         pixels = to_bytes(self.images[index])
         if pixels.shape[2] == 1 and self.channels == 3:
             pixels = np.repeat(pixels, 3, axis=2)
@@ -84,7 +95,7 @@ class Array(Source):
 
 
 def to_bytes(pixels: np.ndarray) -> np.ndarray:
-    """uint8: 16-bit divided by 257, bool and floats in [0, 1] times 255, rounded."""
+    """Return uint8: 16-bit divided by 257, bool and floats in [0, 1] times 255, rounded."""
     if pixels.dtype == np.uint8:
         return pixels
     if pixels.dtype == np.uint16:
@@ -97,7 +108,7 @@ def to_bytes(pixels: np.ndarray) -> np.ndarray:
 
 
 def check_images(images: np.ndarray, *, where: str, values: bool = True) -> np.ndarray:
-    """The array as (N, H, W, C), refused with a remedy if its shape, type or range is not that of images."""
+    """Return the array as (N, H, W, C); UserError with a remedy if its shape, type or range is not that of images."""
     if images.ndim == 3:
         images = images[..., None]
     if images.ndim != 4 or 0 in images.shape:
@@ -125,37 +136,39 @@ def check_images(images: np.ndarray, *, where: str, values: bool = True) -> np.n
 
 
 def _range(images: np.ndarray) -> tuple[float, float]:
-    """Smallest and largest value, a thousand images at a time; NaN if there is one."""
+    """Return the smallest and largest value, a thousand images at a time; NaN if there is one."""
     parts = [images[k : k + 1000] for k in range(0, len(images), 1000)]
     return float(np.min([part.min() for part in parts])), float(np.max([part.max() for part in parts]))
 
 
 def open_array(path: Path, *, labels: bool, channels: int) -> Array:
-    stat = path.stat()
+    how: dict[str, Any] = {"channels": channels, "where": str(path)}
     with open_regular(path) as file:
-        head = file.read(FINGERPRINT_BYTES)
-        file.seek(max(0, stat.st_size - FINGERPRINT_BYTES))
-        fingerprint = digest("array file", stat.st_size, stat.st_mtime_ns, head, file.read())
+        status = os.fstat(file.fileno())
+        head = file.read(ENDS)
+        file.seek(max(0, status.st_size - ENDS))
+        earlier = digest("array file", status.st_size, status.st_mtime_ns, head, file.read())
     if path.suffix.lower() == ".npy":
         if labels:
             raise UserError(f"{str(path)!r} has no labels; save a .npz with the arrays 'images' and 'labels'.")
         with numpy_damage(path):
             mapped = np.load(path, mmap_mode="r", allow_pickle=False)
-        array = Array(mapped, channels=channels, fingerprint=fingerprint, where=str(path))
-        array.path = path
-        return array
-    arrays = read_npz(path)
-    numbers = _npz_labels(arrays, path) if labels else None
-    classes = (
-        tuple(map(str, arrays["classes"])) if "classes" in arrays and arrays["classes"].ndim == 1 and labels else None
-    )
-    images = _npz_images(arrays, path)
-    return Array(images, channels=channels, labels=numbers, classes=classes, fingerprint=fingerprint, where=str(path))
+        array = Array(mapped, path=path, **how)
+    else:
+        # Hashed now: the file may change after its arrays are in memory.
+        fingerprint = digest("array file", FileHashes("", [str(path)]).all)
+        arrays = read_npz(path)
+        numbers = _npz_labels(arrays, path) if labels else None
+        named = labels and "classes" in arrays and arrays["classes"].ndim == 1
+        classes = tuple(map(str, arrays["classes"])) if named else None
+        array = Array(_npz_images(arrays, path), labels=numbers, classes=classes, fingerprint=fingerprint, **how)
+    array.earlier_fingerprint = earlier
+    return array
 
 
 @contextmanager
 def numpy_damage(path: Path) -> Iterator[None]:
-    """What reading a damaged file ends in, as one sentence."""
+    """Turn what reading a damaged file raises into a UserError."""
     try:
         yield
     except UserError:
@@ -167,15 +180,15 @@ def numpy_damage(path: Path) -> Iterator[None]:
 
 
 def read_npz_names(path: Path) -> set[str]:
-    """The names of the arrays in a .npz file, without reading them."""
+    """Return the names of the arrays in a .npz file, without reading them."""
     with numpy_damage(path), open_regular(path) as file, ZipFile(file) as archive:
         return {name.removesuffix(".npy") for name in archive.namelist()}
 
 
 def read_npz(path: Path, *, only: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-    """The arrays of a .npz file, or only those of these names.
+    """Return the arrays of a .npz file, or only those of these names.
 
-    What their headers claim is compared with what is there before room is made for it.
+    Sizes in their headers are compared with those of the file before memory is allocated.
     """
     with numpy_damage(path), open_regular(path) as file:
         with ZipFile(file) as archive:

@@ -1,66 +1,158 @@
-"""What bytes each image had when it was first read, so that a file changed at equal size and time is noticed.
+"""Identity of files by content: a hash of the bytes of each, computed once and then found by the file's status.
 
-A fingerprint is made of names, sizes and times, which is quick. This is the rest of the truth: a number for each image,
-kept in the cache and compared whenever the image's own bytes are read. It knows nothing of images.
+The cache holds a table from (device, inode, size, modification time, change time) to hash, so a second pass costs one
+stat per file. No program can set the change time: a file overwritten at equal size and modification time is hashed
+again. (Windows has no change time, so such a file goes unnoticed there.) A file that changed in the last seconds is not
+entered in the table, since it may change again within the resolution of its times.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
-import struct
-import zlib
-from collections.abc import Callable
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+
+import numpy as np
+from tqdm.auto import tqdm
+from xxhash import xxh3_128_digest
 
 from anechoic.errors import UserError
+from anechoic.storage.cache import hash_stream, open_entry
+from anechoic.storage.files import write_aside
+from anechoic.storage.safe_io import open_regular
 
-WORD = struct.Struct("<Q")
-READ = 1 << 32  # set in the number of an image that was read; the rest is its CRC
+# The table: its key in the cache, its file, and the largest number of files in it.
+TABLE_KEY, TABLE, MAX_ROWS = "0" * 31 + "1", "rows.npy", 2_000_000
+ABOUT = "hashes of files, by their status"
+ROW = np.dtype([("stamp", "S40"), ("hash", "V16"), ("used", "<u4")])
+# Seconds without a change after which times of change tell two versions of a file apart.
+SETTLED = 2.0
+FILES_PER_TASK, THREADS = 64, 8
 
 
-class Contents:
-    """A file of one number per image of a source, shared by all processes and threads that read it.
+def stamp_of(status: os.stat_result) -> tuple[int, int, int, int, int]:
+    """Return (device, inode, size, modification time, change time), which change when the file does."""
+    mask = (1 << 63) - 1
+    return (status.st_dev & mask, status.st_ino & mask, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
-    Where the cache cannot be written there is nothing to compare with, and nothing is refused.
-    """
 
-    def __init__(self, path: Path, count: int) -> None:
-        self.path, self.count = path, count
+def is_settled(stamp: Sequence[int] | np.ndarray) -> bool:
+    return max(stamp[3], stamp[4]) < (time.time() - SETTLED) * 1e9
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Contents, (self.path, self.count)
 
-    def __del__(self) -> None:
-        if self.__dict__.get("_file") is not None:
-            self._file.close()  # type: ignore[union-attr]
+def hash_path(path: str) -> tuple[tuple[int, int, int, int, int], bytes]:
+    """Return the stamp and the hash of a file; of an unreadable one no stamp, and a hash of the reason."""
+    try:
+        with open_regular(path) as file:
+            stamp = stamp_of(os.fstat(file.fileno()))
+            found = hash_stream(file)
+            changed = stamp_of(os.fstat(file.fileno())) != stamp
+    except (OSError, ValueError) as error:
+        return (0, 0, 0, 0, 0), xxh3_128_digest(f"unreadable: {type(error).__name__}".encode())
+    return ((0, 0, 0, 0, 0) if changed else stamp), found
+
+
+class FileHashes:
+    """Hashes of files below a root, computed when first asked for; afterwards `check` refuses a file that changed."""
+
+    def __init__(self, root: str | Path, names: Sequence[str], stamps: np.ndarray | None = None) -> None:
+        self.root, self.names = str(root), names
+        self._stamps = stamps  # int64 (n, 5) of a listing just made
+
+    def path(self, number: int) -> str:
+        return os.path.join(self.root, self.names[number])
 
     @cached_property
-    def _file(self) -> io.FileIO | None:
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            file = io.FileIO(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+")
-            file.truncate(WORD.size * self.count)  # what is new is zero: not read yet
-        except OSError:
-            return None
-        return file
+    def rows(self) -> np.ndarray:
+        """Stamp and hash of every file; the stamp is empty if the file may have changed while it was hashed."""
+        rows = np.zeros(len(self.names), ROW)
+        stamps = self._stamps
+        if stamps is None:
+            stamps = np.array([_stat(self.path(k)) for k in range(len(rows))], np.int64).reshape(-1, 5)
+        rows["stamp"] = np.ascontiguousarray(stamps).view("S40").ravel()
+        known = _look_up(rows)
+        missing = np.flatnonzero(~known).tolist()
+        tasks = [missing[k : k + FILES_PER_TASK] for k in range(0, len(missing), FILES_PER_TASK)]
+        bar = tqdm(total=len(missing), desc="hashing", unit=" files", delay=2, leave=False, disable=None)
+        with bar, ThreadPoolExecutor(THREADS) as pool:
+            for task, results in zip(tasks, pool.map(self._hash, tasks), strict=True):
+                for number, (stamp, found) in zip(task, results, strict=True):
+                    usable = stamp if is_settled(stamp) else (0, 0, 0, 0, 0)
+                    rows["stamp"][number] = np.array(usable, np.int64).tobytes()
+                    rows["hash"][number] = np.void(found)
+                bar.update(len(task))
+        _enter(rows[missing])
+        return rows
 
-    def check(self, index: int, data: bytes, name_of: Callable[[int], str]) -> None:
-        """UserError if this image had other bytes before; otherwise they are noted."""
-        if self._file is None:
+    def _hash(self, numbers: Sequence[int]) -> list[tuple[tuple[int, int, int, int, int], bytes]]:
+        return [hash_path(self.path(number)) for number in numbers]
+
+    @property
+    def all(self) -> np.ndarray:
+        """Return the hashes, V16 (n,)."""
+        return np.ascontiguousarray(self.rows["hash"])
+
+    def check_data(self, number: int, data: bytes) -> None:
+        """Raise UserError if the bytes of a file, as just read, are not those that were hashed."""
+        if "rows" in self.__dict__ and xxh3_128_digest(data) != self.rows["hash"][number].tobytes():
+            raise self._changed(number)
+
+    def check_file(self, number: int) -> None:
+        """Raise UserError if a file is not the one that was hashed; it is hashed again only if its status changed."""
+        if "rows" not in self.__dict__:
             return
-        file = self._file.fileno()
-        found, place = READ | zlib.crc32(data), WORD.size * int(index)
-        with contextlib.suppress(OSError, struct.error):
-            (before,) = WORD.unpack(os.pread(file, WORD.size, place))
-            if before == found:
-                return
-            if before & READ:
-                raise UserError(
-                    f"The content of {name_of(index)!r} has changed since it was first read, though its size and time "
-                    "have not: restore it, or give it a new time (touch) so that it counts as new data."
-                )
-            os.pwrite(file, WORD.pack(found), place)
+        path, row = self.path(number), self.rows[number]
+        stamp = np.array(_stat(path), np.int64).tobytes()
+        if stamp.rstrip(b"\0") != row["stamp"]:
+            found_stamp, found = hash_path(path)
+            if any(found_stamp) and found != row["hash"].tobytes():
+                raise self._changed(number)
+            self.rows["stamp"][number] = stamp if is_settled(found_stamp) else b""
+
+    def _changed(self, number: int) -> UserError:
+        return UserError(
+            f"The content of {self.names[number]!r} has changed since this command first read it: give the command "
+            "again when no program writes to the data."
+        )
+
+
+def _stat(path: str) -> tuple[int, int, int, int, int]:
+    try:
+        return stamp_of(os.stat(path))
+    except (OSError, ValueError):
+        return (0, 0, 0, 0, 0)
+
+
+def _look_up(rows: np.ndarray) -> np.ndarray:
+    """Fill in the hashes that the table has; return bool (n,), which ones."""
+    table = np.empty(0, ROW)
+    # Without a cache every file is hashed.
+    with suppress(OSError, ValueError), open_entry("hashes", TABLE_KEY, about=ABOUT) as entry:
+        if entry.intact([TABLE]):
+            table = np.load(entry.path / TABLE)
+    if table.dtype != ROW or not len(table):
+        return np.zeros(len(rows), bool)
+    place = np.searchsorted(table["stamp"], rows["stamp"]).clip(max=len(table) - 1)
+    known = (table["stamp"][place] == rows["stamp"]) & (rows["stamp"] != b"")
+    rows["hash"][known] = table["hash"][place[known]]
+    return known
+
+
+def _enter(rows: np.ndarray) -> None:
+    """Add rows to the table, sorted by stamp; beyond MAX_ROWS the oldest are dropped."""
+    rows = rows[rows["stamp"] != b""]
+    if not len(rows):
+        return
+    rows["used"] = int(time.time()) >> 12
+    with suppress(OSError, ValueError), open_entry("hashes", TABLE_KEY, about=ABOUT) as entry:
+        table = np.load(entry.path / TABLE) if entry.intact([TABLE]) else rows[:0]
+        merged = np.concatenate([rows, table])
+        merged = merged[np.argsort(merged["used"], kind="stable")[-MAX_ROWS:]][::-1]
+        merged = merged[np.unique(merged["stamp"], return_index=True)[1]]
+        with write_aside(entry.path / TABLE) as temporary, open(temporary, "wb") as file:
+            np.save(file, merged)
+        entry.commit(entry.hashes([TABLE]))

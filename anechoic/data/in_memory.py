@@ -1,4 +1,4 @@
-"""Samples in memory as the loader hands them out: read once, passed over many times."""
+"""Samples in memory as the loader returns them: read once, used many times."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ from anechoic.data.source import Source, digest
 from anechoic.rng import SampleGenerator
 
 
-class Prepared(Source):
-    """images (n, C, H, W), cropped and resized already or no pixels at all; ids (n,) in the source they came from."""
+class InMemory(Source):
+    """images (n, C, H, W), cropped and resized, or latents; ids (n,) in the source they came from."""
 
-    resident = True
+    in_memory = True
 
     def __init__(self, images: Tensor, ids: Tensor, source: Source) -> None:
         super().__init__()
-        self.images, self.ids = images, ids
+        self.images, self.ids, self.source = images, ids, source
         self.labels = None if source.labels is None else source.labels[ids.numpy()]
-        self.classes, self.channels, self.transform = source.classes, images.shape[1], as_they_are
-        self.fingerprint = digest("prepared", source.fingerprint, ids.numpy(), images.shape[-1])
+        self.classes, self.channels, self.transform = source.classes, images.shape[1], stack
 
     @classmethod
-    def of(cls, source: Source, *, image_size: int, seed: int) -> Prepared:
-        """Every readable image of a source, its center crop; seed: for latents, which are drawn."""
+    def of(cls, source: Source, *, image_size: int, seed: int) -> InMemory:
+        """Read the center crop of every readable image of a source; seed: for latents, which are drawn."""
         loader = Loader(source, image_size=image_size, batch_size=256, seed=seed, augment=Augment(kind="center"))
         batches = list(loader)
         return cls(torch.cat([b.images for b in batches]), torch.cat([b.ids for b in batches]), source)
+
+    def compute_fingerprint(self) -> str:
+        return digest("prepared", self.source.fingerprint, self.ids.numpy(), self.images.shape[-1])
 
     def __len__(self) -> int:
         return len(self.images)
@@ -42,5 +44,5 @@ class Prepared(Source):
         return self.images[index]
 
 
-def as_they_are(images: Sequence[Tensor], *, image_size: int, generator: SampleGenerator) -> Tensor:
+def stack(images: Sequence[Tensor], *, image_size: int, generator: SampleGenerator) -> Tensor:
     return torch.stack(list(images))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from anechoic.data.arrays import numpy_damage
+from anechoic.data.content_checksums import FileHashes
 from anechoic.data.source import Source, check_labels, digest
 from anechoic.errors import UserError
 from anechoic.rng import SampleGenerator
@@ -117,7 +118,7 @@ def read_card(path: str | Path) -> LatentCard:
 class Latents(Source):
     """Moments on disk, memory-mapped. Sample i is image i // 2, mirrored if i is odd."""
 
-    resident = True
+    in_memory = True
     group_size = 2
 
     def __init__(self, path: str | Path, *, labels: bool = False) -> None:
@@ -133,9 +134,13 @@ class Latents(Source):
         self.labels = self.read_labels().repeat(2) if labels else None
         self.classes = self.card.classes if labels else None
         self.channels = self.card.shape[2] // 2
-        self.fingerprint = digest(json.dumps(asdict(self.card), sort_keys=True))
+        self.earlier_fingerprint = digest(json.dumps(asdict(self.card), sort_keys=True))
+        self.hashes = FileHashes(self.path, [MOMENTS])
         self.transform = DrawLatents(self.card.scale)
         self.moments = self.map()
+
+    def compute_fingerprint(self) -> str:
+        return digest(json.dumps(asdict(self.card), sort_keys=True), self.hashes.all)
 
     def read_labels(self) -> np.ndarray:
         with numpy_damage(self.path / LABELS):
@@ -162,7 +167,8 @@ class Latents(Source):
         return f"{index // 2}{' mirrored' if index % 2 else ''}"
 
     def read(self, index: int, *, min_side: int | None = None) -> Tensor:
-        """Moments float32 (2 C, h, w)."""
+        """Return moments, float32 (2 C, h, w)."""
+        self.hashes.check_file(0)
         return torch.from_numpy(np.array(self.moments[index // 2, index % 2]))
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from anechoic.data.augment import Augment
-from anechoic.data.pixel_cache import stored
+from anechoic.data.pixel_cache import with_pixel_cache
 from anechoic.data.source import BadImage, Source, Transform
 from anechoic.errors import UserError
 from anechoic.rng import SampleGenerator
@@ -147,7 +147,7 @@ class _Batches(Dataset):
         return rows, images
 
     def _fetch(self, ids: list[int]) -> list[Tensor | BadImage]:
-        wanted = [index for index in ids if index not in self.bad or not self.bad[index].lasting]
+        wanted = [index for index in ids if index not in self.bad or not self.bad[index].permanent]
         found = dict(zip(wanted, self.source.read_many(wanted, min_side=min_side_for(self.image_size)), strict=True))
         self.bad.update((index, result) for index, result in found.items() if isinstance(result, BadImage))
         return [found.get(index, self.bad.get(index)) for index in ids]  # type: ignore[misc]
@@ -195,7 +195,9 @@ class Loader:
             raise UserError(
                 f"A batch of {batch_size} is more than the {count} images there are; choose a smaller batch."
             )
-        self.source = stored(source, min_side=min_side_for(image_size), build=build_cache) if cache else source
+        self.source = (
+            with_pixel_cache(source, min_side=min_side_for(image_size), build=build_cache) if cache else source
+        )
         self.batch_size, self.shuffle, self.workers = batch_size, shuffle, workers
         self.num_samples = count // batch_size * batch_size if drop_last else count
         self._batches = _Batches(
@@ -237,7 +239,7 @@ class Loader:
                 raise item
             batch, bad = item
             if bad:
-                self.source.note_skipped(bad)
+                self.source.add_skipped(bad)
             if batch is not None:
                 yield batch
 

@@ -1,4 +1,4 @@
-"""Where an archive lies: a path here, or a URL that fsspec reads (s3://, https://, memory://, ...)."""
+"""Files by path or by a URL that fsspec reads (s3://, https://, memory://, ...)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ import numpy as np
 from anechoic.errors import UserError
 from anechoic.storage.safe_io import open_regular, reason
 
-Place = Path | str
+Location = Path | str
 
 
-def is_url(place: Place) -> bool:
-    return isinstance(place, str) and "://" in place
+def is_url(location: Location) -> bool:
+    return isinstance(location, str) and "://" in location
 
 
 def filesystem(url: str) -> tuple[Any, str]:
-    """fsspec's file system for a URL, and the path in it. Asked for anew in each process: connections do not survive
-    a fork, and fsspec keeps one for each process itself."""
+    """Return fsspec's file system for a URL and the path in it.
+
+    Called in each process: connections do not survive a fork, and fsspec keeps one per process.
+    """
     import fsspec
 
     try:
@@ -31,35 +33,34 @@ def filesystem(url: str) -> tuple[Any, str]:
         raise UserError(f"{url!r} cannot be reached ({reason(error)}).") from error
 
 
-def name_of(place: Place) -> str:
-    return str(place).rpartition("/")[2]
-
-
 @contextmanager
-def open_place(place: Place) -> Iterator[BinaryIO]:
-    """The file for reading in any order; OSError if it cannot be had."""
-    if not is_url(place):
-        with open_regular(place) as file:
+def open_location(location: Location) -> Iterator[BinaryIO]:
+    """Open the file for random access; OSError if it is not available."""
+    if not is_url(location):
+        with open_regular(location) as file:
             yield file
         return
-    system, path = filesystem(str(place))
+    system, path = filesystem(str(location))
     with system.open(path, "rb") as file:
         yield file
 
 
-def size_of(place: Place) -> int:
-    if not is_url(place):
-        return Path(place).stat().st_size
-    system, path = filesystem(str(place))
+def size_of(location: Location) -> int:
+    if not is_url(location):
+        return Path(location).stat().st_size
+    system, path = filesystem(str(location))
     return int(system.size(path))
 
 
-def stamp_of(place: Place) -> np.ndarray:
-    """Two numbers that change when the file does: size and time, or size and what its server knows of its version."""
-    if not is_url(place):
-        stat = Path(place).stat()
-        return np.array([stat.st_size, stat.st_mtime_ns], dtype=np.int64)
-    system, path = filesystem(str(place))
+def version_of(location: Location) -> np.ndarray:
+    """Return two numbers that change with the file: its size, and its time or what the server knows of its version.
+
+    The bytes of remote files are not hashed: that would download all of them.
+    """
+    if not is_url(location):
+        status = Path(location).stat()
+        return np.array([status.st_size, status.st_mtime_ns], dtype=np.int64)
+    system, path = filesystem(str(location))
     details = system.info(path)
     version = [str(details.get(name)) for name in ("ETag", "etag", "LastModified", "mtime", "created", "mime")]
     return np.array([int(details.get("size") or 0), zlib.crc32(repr(version).encode())], dtype=np.int64)

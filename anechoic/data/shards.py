@@ -1,9 +1,8 @@
 """WebDataset shards with an index beside them: written by `anechoic shard`, read in any order, here or by URL.
 
-A shard is a plain tar of KEY.jpg (or another image) and KEY.cls; any WebDataset reader takes it. The index says where
-every image lies and its checksum, so opening a million images reads one file, and the loader's order, which is a
-function of seed and samples seen, holds for shards as for folders: a run that goes on needs no position of its own.
-Shards without an index are read in archives.py.
+A shard is a plain tar of KEY.jpg (or another image) and KEY.cls, for any WebDataset reader. The index has the position
+and checksum of every image, so opening a million images reads one file. The loader's order is a function of seed and
+samples seen, as for folders, since any image can be read at any time. Shards without an index: archives.py.
 """
 
 from __future__ import annotations
@@ -21,19 +20,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anechoic.data.archives import CHECKED_TAR, MEMBER, Packed, expand_braces, open_shards, packed_class
+from anechoic.data.archives import CHECKED_TAR, MEMBER, ArchiveSource, archive_source_class, expand_braces, open_shards
 from anechoic.data.arrays import numpy_damage, read_npz
 from anechoic.data.decoding import Undecodable, decode
 from anechoic.data.remote_files import filesystem, is_url
 from anechoic.data.source import BadImage, EncodedSource, Names, Source, check_labels, digest, refuse_exhaustion
 from anechoic.errors import UserError
+from anechoic.storage.cache import hash_file
 from anechoic.storage.files import write_aside
 from anechoic.storage.safe_io import reason
 
 INDEX = "index.npz"
 FORMAT = "anechoic-shards-1"
 MAX_INDEX_BYTES = 1 << 31
-# The first bytes of each format; what fits none is written as PNG.
+# The first bytes of each format; other formats are written as PNG.
 SIGNATURES = {b"\xff\xd8\xff": ".jpg", b"\x89PNG\r\n\x1a\n": ".png", b"BM": ".bmp", b"II*\0": ".tif", b"MM\0*": ".tif"}
 CHUNK = 256
 
@@ -42,7 +42,7 @@ CHUNK = 256
 
 
 class Written(NamedTuple):
-    """How many shards, images and bytes, and what was left out as (name, reason)."""
+    """Numbers of shards, images and bytes, and (name, reason) of skipped images."""
 
     shards: int
     images: int
@@ -73,7 +73,7 @@ class ShardWriter:
             self._write(f"{key}.cls", str(label).encode())
 
     def _write(self, name: str, data: bytes) -> int:
-        """One member; returns where its data starts. Without times and owners, so equal images make equal shards."""
+        """Write one member; return the offset of its data. No times or owners: equal images make equal shards."""
         assert self._file is not None
         info = tarfile.TarInfo(name)
         info.size = len(data)
@@ -97,6 +97,7 @@ class ShardWriter:
             "format": np.array(FORMAT),
             "shards": np.array(self.shards),
             "sizes": np.array([(self.folder / name).stat().st_size for name in self.shards], np.int64),
+            "hashes": np.frombuffer(b"".join(hash_file(self.folder / name) for name in self.shards), "V16"),
             "members": np.array(self.rows, dtype=MEMBER),
             "names": np.frombuffer(names.blob, np.uint8),
             "ends": names.ends,
@@ -117,8 +118,8 @@ def suffix_of(data: bytes) -> str:
     return next(suffix for start, suffix in SIGNATURES.items() if data.startswith(start))
 
 
-def encoded(source: Source, index: int) -> tuple[bytes, str] | BadImage:
-    """(encoded image, name) as the source has it if it is a file of a known format, else as a PNG of its pixels."""
+def encode_image(source: Source, index: int) -> tuple[bytes, str] | BadImage:
+    """Return (encoded image, name): the file itself if its format is known, else a PNG of its pixels."""
     name = source.name(index)
     try:
         if isinstance(source, EncodedSource):
@@ -146,7 +147,7 @@ def as_png(pixels: Tensor) -> bytes:
 def write_shards(
     source: Source, out: Path, *, shard_bytes: int = 1 << 28, progress: Callable[[int], Any] = lambda count: None
 ) -> Written:
-    """Every readable image of the source to OUT, which appears whole or not at all. Equal sources make equal bytes."""
+    """Write every readable image of the source to OUT, complete or not at all; equal data make equal bytes."""
     if source.transform is not None or source.channels > 4:
         raise UserError("Shards hold images of 1 to 4 channels; latents and other arrays stay as they are.")
     if out.exists():
@@ -157,7 +158,7 @@ def write_shards(
         writer, kept = ShardWriter(temporary, shard_bytes=shard_bytes), []
         for index, found in enumerate(_all_encoded(source)):
             if isinstance(found, BadImage):
-                source.note_skipped([(found.name, found.reason)])
+                source.add_skipped([(found.name, found.reason)])
             else:
                 writer.add(found[1], found[0], None if source.labels is None else int(source.labels[index]))
                 kept.append(index)
@@ -170,18 +171,18 @@ def write_shards(
 
 
 def _all_encoded(source: Source) -> Iterator[tuple[bytes, str] | BadImage]:
-    """Every image in order; decoders release the interpreter's lock, so threads check images side by side."""
+    """Yield every image in order, checked by threads: decoders release the interpreter's lock."""
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for first in range(0, len(source), CHUNK):
             chunk = range(first, min(first + CHUNK, len(source)))
-            yield from pool.map(lambda index: encoded(source, index), chunk)
+            yield from pool.map(lambda index: encode_image(source, index), chunk)
 
 
 # ---- reading
 
 
-def open_indexed(where: str, *, labels: bool, channels: int) -> Packed:
-    """A folder, or the URL of one, that `anechoic shard` wrote."""
+def open_indexed(where: str, *, labels: bool, channels: int) -> ArchiveSource:
+    """Open a folder, or the URL of one, that `anechoic tools shard` wrote."""
     arrays = _remote_index(where) if is_url(where) else read_npz(Path(where) / INDEX)
     shards, members, names, numbers, classes = _checked_index(arrays, where)
     if labels and numbers is None:
@@ -190,15 +191,14 @@ def open_indexed(where: str, *, labels: bool, channels: int) -> Packed:
     if not is_url(where):
         archives = [Path(where) / shard for shard in shards]
         _check_sizes(archives, arrays["sizes"])
-    return packed_class(archives)(
-        archives,
-        names,
-        members,
-        fingerprint=digest("shards", names.blob, names.ends, members["length"], members["crc"]),
-        channels=channels,
-        labels=numbers if labels else None,
-        classes=classes if labels else None,
-    )
+    kind = archive_source_class(archives)
+    given = (numbers, classes) if labels else (None, None)
+    source = kind(archives, names, members, channels=channels, labels=given[0], classes=given[1])
+    source.earlier_fingerprint = digest("shards", names.blob, names.ends, members["length"], members["crc"])
+    source.indexed_hashes = arrays.get("hashes")
+    if is_url(where):  # the index has the checksum of every image
+        source.fingerprint = source.earlier_fingerprint
+    return source
 
 
 def _remote_index(url: str) -> dict[str, np.ndarray]:
@@ -220,7 +220,7 @@ Index = tuple[list[str], np.ndarray, Names, np.ndarray | None, tuple[str, ...] |
 
 
 def _checked_index(arrays: dict[str, np.ndarray], where: str) -> Index:
-    """shards, members, names, labels, classes; every number must lie where it can."""
+    """Return shards, members, names, labels and classes after checking every number."""
     damage = f"The index of the shards in {where!r} is damaged; write them again with anechoic shard."
     wanted = {"format": (0, "U"), "shards": (1, "U"), "sizes": (1, "i"), "members": (1, "V"), "names": (1, "u")}
     for name, (ndim, kind) in {**wanted, "ends": (1, "i")}.items():
@@ -258,8 +258,8 @@ def _check_sizes(archives: Sequence[Path | str], sizes: np.ndarray) -> None:
             raise UserError(f"{path} is missing or does not have the {size:,} bytes its index promises; copy it again.")
 
 
-def open_remote(url: str, *, labels: bool, channels: int) -> Packed:
-    """`URL` of a folder with an index, or of shards by their names: `s3://bucket/shard-{000..127}.tar`."""
+def open_remote(url: str, *, labels: bool, channels: int) -> ArchiveSource:
+    """Open the URL of a folder with an index, or of shards by their names: `s3://bucket/shard-{000..127}.tar`."""
     if url.endswith(".tar"):
         return open_shards(expand_braces(url), labels=labels, channels=channels)
     return open_indexed(url, labels=labels, channels=channels)

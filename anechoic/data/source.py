@@ -1,24 +1,23 @@
-"""What a source of images is: a numbered, named collection that hands out uint8 pixels; and what all sources share.
+"""A source of images: a numbered, named collection of uint8 pixels, and what all sources share.
 
-The kinds of source live in `files`, `archives`, `tables`, `arrays` and `embedded`; `open_source` chooses among them.
+The kinds of source are in `files`, `archives`, `tables`, `arrays` and `embedded`; `open_source` chooses among them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
-from anechoic.data.content_checksums import Contents
 from anechoic.data.decoding import IGNORED_SUFFIXES, IMAGE_SUFFIXES, Undecodable, decode
 from anechoic.errors import UserError
 from anechoic.rng import SampleGenerator
@@ -27,19 +26,19 @@ log = logging.getLogger("anechoic")
 
 
 class BadImage(Exception):
-    """One image of a source cannot be read. The loader leaves it out and lists it; a person sees name and reason.
+    """One image of a source cannot be read. The loader skips it and lists it with name and reason.
 
-    lasting: a verdict about its bytes, which holds as long as the decoders are the same (`decoding.decoders`). If not,
-    the bytes were not to be had, which may pass: a disk that is away, permissions.
+    permanent: its bytes are damaged, for as long as the decoders are the same (`decoding.decoders`). Otherwise it is
+    temporarily unreadable: a disk that is not mounted, permissions.
     """
 
-    def __init__(self, name: str, reason: str, *, lasting: bool = True):
+    def __init__(self, name: str, reason: str, *, permanent: bool = True):
         super().__init__(name, reason)
-        self.name, self.reason, self.lasting = name, reason, lasting
+        self.name, self.reason, self.permanent = name, reason, permanent
 
 
 class Transform(Protocol):
-    """Samples of a batch and their random numbers -> one tensor (B, C, image_size, image_size)."""
+    """Samples of a batch and their random numbers to one tensor (B, C, image_size, image_size)."""
 
     def __call__(self, images: Sequence[Tensor], *, image_size: int, generator: SampleGenerator) -> Tensor: ...
 
@@ -47,17 +46,30 @@ class Transform(Protocol):
 class Source(ABC):
     """Images 0 .. len - 1. `skipped` lists (name, reason) of those found unreadable so far."""
 
-    fingerprint: str  # hex; changes when the images do
-    labels: np.ndarray | None = None  # int64 (len,), if they were asked for
+    where = ""  # the name or path that it was opened by
+    labels: np.ndarray | None = None  # int64 (len,), if requested
     classes: tuple[str, ...] | None = None  # names of the labels, where the source has names
-    facets: Mapping[str, np.ndarray] = MappingProxyType({})  # further labels by their names, where the source has some
+    facets: Mapping[str, np.ndarray] = MappingProxyType({})  # further labels by name
     channels: int = 3
-    resident = False  # True: pixels come from memory or a memory map, and a cache of them would be a copy
-    group_size = 1  # so many samples in a row are of one image: none of them is held out without the others
-    transform: Transform | None = None  # what stands in for augmentation where samples are not pixels
+    in_memory = False  # pixels come from memory or a memory map, so the pixel cache would be a second copy
+    group_size = 1  # number of consecutive samples of one image; they are held out together
+    transform: Transform | None = None  # replaces augmentation where samples are not pixels
+    earlier_fingerprint: str | None = None  # as versions before 0.2 computed it, from names, sizes and times
 
     def __init__(self) -> None:
         self.skipped: list[tuple[str, str]] = []
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Return hex digits of the images' names and content; files are hashed when it is first asked for."""
+        return self.compute_fingerprint()
+
+    def compute_fingerprint(self) -> str:
+        raise NotImplementedError(f"{type(self).__name__} sets its fingerprint when it is made")
+
+    def has_fingerprint(self, saved: str) -> bool:
+        """Return whether this is the data of a saved fingerprint, by this version or an earlier one."""
+        return saved in (self.earlier_fingerprint, self.fingerprint)
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -67,10 +79,10 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, index: int, *, min_side: int | None = None) -> Tensor:
-        """uint8 (C, H, W); raises BadImage. min_side: larger images may come reduced, see `decode`."""
+        """Return uint8 (C, H, W) or raise BadImage. min_side: larger images may be reduced, see `decode`."""
 
     def read_many(self, indices: Sequence[int], *, min_side: int | None = None) -> list[Tensor | BadImage]:
-        """One result per index, unreadable ones as the BadImage itself."""
+        """Return one result per index; an unreadable image as its BadImage."""
         out: list[Tensor | BadImage] = []
         for index in indices:
             try:
@@ -80,11 +92,11 @@ class Source(ABC):
         return out
 
     def identities(self) -> np.ndarray | None:
-        """16 bytes per image, equal as long as the image is the same; None where only the whole can be told."""
+        """Return 16 bytes per image that change with its name or content; None if only the whole source is known."""
         return None
 
-    def note_skipped(self, bad: Iterable[tuple[str, str]]) -> None:
-        """Add unreadable images to `skipped`, each once; stop when they are more than a tenth of the source."""
+    def add_skipped(self, bad: Iterable[tuple[str, str]]) -> None:
+        """Add unreadable images to `skipped`, each once; UserError if they are more than a tenth of the source."""
         known = set(self.skipped)
         self.skipped.extend(item for item in dict.fromkeys(bad) if item not in known)
         refuse_too_many(self.skipped, of=len(self))
@@ -100,33 +112,23 @@ class EncodedSource(Source):
                 f"Image files have 1 to 4 channels, not {channels}; save such images as a .npy array (N, H, W, C)."
             )
         self.channels = channels
-        self.contents: Contents | None = None
 
     @abstractmethod
     def data(self, index: int) -> bytes:
-        """The encoded image; OSError if it cannot be fetched, Undecodable if it is damaged on the way."""
+        """Return the encoded image; OSError if it cannot be fetched, Undecodable if its container is damaged."""
 
     def read(self, index: int, *, min_side: int | None = None) -> Tensor:
         try:
-            data = self.data(index)
-            if self.contents is not None:
-                self.contents.check(index, data, self.name)
-            return decode(data, channels=self.channels, min_side=min_side)
+            return decode(self.data(index), channels=self.channels, min_side=min_side)
         except Undecodable as error:
             raise BadImage(self.name(index), str(error)) from error
         except OSError as error:
             refuse_exhaustion(error)
-            raise BadImage(self.name(index), error.strerror or str(error), lasting=False) from error
-
-    def compare_content(self, index: int) -> None:
-        """UserError if the image's bytes are known to have been others."""
-        if self.contents is not None:
-            with contextlib.suppress(OSError, Undecodable):  # what cannot be read has no content to compare
-                self.contents.check(index, self.data(index), self.name)
+            raise BadImage(self.name(index), error.strerror or str(error), permanent=False) from error
 
 
 def refuse_exhaustion(error: Exception) -> None:
-    """UserError if no more files can be opened here, which is nobody's fault but the process's own."""
+    """Raise UserError if the process has reached its limit of open files: the image is not at fault."""
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         raise UserError(
             f"No more files can be opened ({os.strerror(error.errno)}): allow more (ulimit -n 65536), then give the "
@@ -135,17 +137,18 @@ def refuse_exhaustion(error: Exception) -> None:
 
 
 class Subset(Source):
-    """Some images of a source, numbered anew in the order of indices; unreadable ones are noted with the whole."""
+    """Some images of a source, in the order of indices; `skipped` is that of the whole source."""
 
     def __init__(self, source: Source, indices: Sequence[int] | np.ndarray):
         super().__init__()
         self.source, self.indices = source, np.asarray(indices, dtype=np.int64)
-        self.fingerprint = digest("subset", source.fingerprint, self.indices)
         self.labels = None if source.labels is None else source.labels[self.indices]
-        self.classes, self.channels, self.resident = source.classes, source.channels, source.resident
+        self.classes, self.channels, self.in_memory = source.classes, source.channels, source.in_memory
         self.facets = {name: values[self.indices] for name, values in source.facets.items()}
-        self.transform = source.transform
-        self.skipped = source.skipped
+        self.transform, self.skipped, self.where = source.transform, source.skipped, source.where
+
+    def compute_fingerprint(self) -> str:
+        return digest("subset", self.source.fingerprint, self.indices)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -163,31 +166,25 @@ class Subset(Source):
         own = self.source.identities()
         return None if own is None else own[self.indices]
 
-    def note_skipped(self, bad: Iterable[tuple[str, str]]) -> None:
-        self.source.note_skipped(bad)
+    def add_skipped(self, bad: Iterable[tuple[str, str]]) -> None:
+        self.source.add_skipped(bad)
 
 
-def unsettled(source: Source, indices: Iterable[int]) -> list[int]:
-    """Those of the images that can be read now, or might be another time."""
-    verdicts = ((index, _verdict(source, index)) for index in indices)
-    return [index for index, bad in verdicts if bad is None or not bad.lasting]
-
-
-def readable(source: Source, indices: Iterable[int]) -> list[int]:
-    """Those of the images that can be read now."""
-    return [index for index in indices if _verdict(source, index) is None]
-
-
-def _verdict(source: Source, index: int) -> BadImage | None:
-    try:
-        source.read(index)
-    except BadImage as bad:
-        return bad
-    return None
+def readable(source: Source, indices: Iterable[int], *, or_later: bool = False) -> list[int]:
+    """Return those of the images that can be read; or_later: also those that are temporarily unreadable."""
+    found = []
+    for index in indices:
+        try:
+            source.read(index)
+        except BadImage as bad:
+            if bad.permanent or not or_later:
+                continue
+        found.append(index)
+    return found
 
 
 def refuse_too_many(bad: Sequence[tuple[str, str]], *, of: int) -> None:
-    """UserError if more than a tenth of the images looked at are bad."""
+    """Raise UserError if more than a tenth of the images that were read are bad."""
     if 10 * len(bad) > of:
         name, reason = bad[0]
         raise UserError(
@@ -197,7 +194,7 @@ def refuse_too_many(bad: Sequence[tuple[str, str]], *, of: int) -> None:
 
 
 class Names(Sequence[str]):
-    """A million strings in one block of bytes: small in memory, never copied when a worker process starts."""
+    """Strings in one block of bytes: small in memory for millions, and not copied when a worker process is forked."""
 
     def __init__(self, blob: bytes, ends: np.ndarray):
         self.blob, self.ends = blob, ends
@@ -227,7 +224,7 @@ class Names(Sequence[str]):
 
 
 def digest(*parts: bytes | str | int | np.ndarray) -> str:
-    """A hex fingerprint of the parts in order; lengths are part of it, so boundaries matter."""
+    """Return hex digits of the parts in order, each with its length."""
     state = hashlib.blake2b(digest_size=16)
     for part in parts:
         if isinstance(part, np.ndarray):
@@ -240,13 +237,13 @@ def digest(*parts: bytes | str | int | np.ndarray) -> str:
 
 
 def is_image_name(name: str) -> bool:
-    """By suffix; hidden files and the shadow files of macOS archives are not images."""
+    """Decide by suffix; hidden files and the resource forks in archives of macOS are not images."""
     base = name.rsplit("/", 1)[-1]
     return base.lower().endswith(IMAGE_SUFFIXES) and not base.startswith(".") and "__MACOSX/" not in name
 
 
-def note_ignored(names: Iterable[str], *, where: str) -> None:
-    """Tell of images that are left out because their kind is not read here, and of the remedy."""
+def warn_ignored(names: Iterable[str], *, where: str) -> None:
+    """Warn about images of formats that are not read, with the remedy."""
     kinds: dict[str, list[str]] = {}
     for name in names:
         suffix = os.path.splitext(name)[1].lower()
@@ -257,14 +254,14 @@ def note_ignored(names: Iterable[str], *, where: str) -> None:
 
 
 def number_classes(names: Sequence[str]) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Class names per image -> labels (int64) and the sorted class names they index."""
+    """Return labels (int64) for the class names of images, and the sorted class names they index."""
     classes = sorted(set(names))
     number = {name: k for k, name in enumerate(classes)}
     return np.fromiter((number[name] for name in names), dtype=np.int64, count=len(names)), tuple(classes)
 
 
 def classes_from_folders(names: Sequence[str], *, where: str) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Labels from the first folder of each relative path."""
+    """Return labels by the first folder of each relative path."""
     parts = [name.split("/", 1) for name in names]
     loose = next((part[0] for part in parts if len(part) == 1), None)
     if loose is not None:
@@ -274,12 +271,12 @@ def classes_from_folders(names: Sequence[str], *, where: str) -> tuple[np.ndarra
     return number_classes([part[0] for part in parts])
 
 
-# A class number beyond this is damage: whatever counts classes makes room for each of them.
+# A class number beyond this is an error in the data: memory is allocated for every class up to it.
 MAX_CLASSES = 1_000_000
 
 
 def check_labels(labels: np.ndarray, *, where: str) -> np.ndarray:
-    """Class numbers as int64 (N,), counted from 0."""
+    """Return class numbers as int64 (N,), counted from 0."""
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise UserError(f"The labels of {where} must be one whole number an image.")
     if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= MAX_CLASSES):
@@ -291,7 +288,7 @@ def check_labels(labels: np.ndarray, *, where: str) -> np.ndarray:
 
 
 def labels_of(source: Source) -> np.ndarray:
-    """The labels, or a UserError that says how to give some."""
+    """Return the labels, or raise a UserError that says how to add some."""
     if source.labels is None:
         raise UserError(
             "This needs labels and the data has none; sort the images into one folder per class, for example."
@@ -300,7 +297,7 @@ def labels_of(source: Source) -> np.ndarray:
 
 
 def common_labels(first: Source, second: Source) -> tuple[np.ndarray, np.ndarray, tuple[str, ...] | None]:
-    """The labels of two sources in one numbering: by class name where both have names, as they are otherwise.
+    """Return the labels of two sources in one numbering: by class name where both have names, unchanged otherwise.
 
     A test folder may lack classes of the training folder, so equal numbers alone do not mean equal classes.
     """
@@ -308,5 +305,5 @@ def common_labels(first: Source, second: Source) -> tuple[np.ndarray, np.ndarray
     if first.classes is None or second.classes is None or first.classes == second.classes:
         return one, two, first.classes or second.classes
     names = (*first.classes, *(name for name in second.classes if name not in first.classes))
-    place = np.array([names.index(name) for name in second.classes], dtype=np.int64)
-    return one, place[two], names
+    number = np.array([names.index(name) for name in second.classes], dtype=np.int64)
+    return one, number[two], names

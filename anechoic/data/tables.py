@@ -1,7 +1,7 @@
 """Images in the rows of a table: parquet in the Hugging Face layout, and data sets of the `datasets` library (`hf:`).
 
-Parquet is read by row groups, which suits one pass (then the pixel cache takes over). `datasets` maps Arrow files into
-memory and suits random reading of sets too large for the cache.
+Parquet is read by row groups, which is fast for one pass; later passes use the pixel cache. `datasets` maps Arrow files
+into memory, which is fast for random access to sets that exceed the cache.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from anechoic.data.content_checksums import FileHashes
 from anechoic.data.decoding import Undecodable
 from anechoic.data.source import EncodedSource, check_labels, digest, number_classes
 from anechoic.errors import UserError
@@ -29,9 +30,10 @@ class Parquet(EncodedSource):
 
     def __init__(self, paths: Sequence[Path], *, labels: bool, channels: int):
         super().__init__(channels=channels)
-        self.paths = tuple(paths)
-        self.fingerprint = digest(
-            "parquet", *(part for path in paths for part in (path.stat().st_size, path.stat().st_mtime_ns))
+        self.paths, self.hashes = tuple(paths), FileHashes("", [str(path) for path in paths])
+        versions = [path.stat() for path in paths]
+        self.earlier_fingerprint = digest(
+            "parquet", *(part for version in versions for part in (version.st_size, version.st_mtime_ns))
         )
         files = [_parquet_file(path) for path in self.paths]
         schema = files[0].schema_arrow
@@ -57,18 +59,34 @@ class Parquet(EncodedSource):
     def __len__(self) -> int:
         return int(self._ends[-1])
 
+    def compute_fingerprint(self) -> str:
+        """Of the tables, and of the image files that rows without bytes name."""
+        named = []
+        for group, (file, number) in enumerate(self._groups):
+            with parquet_damage(self.paths[file]):
+                columns = _parquet_file(self.paths[file]).metadata.row_group(number)
+                if all(_holds_all(columns.column(k)) for k in range(columns.num_columns)):
+                    continue  # without reading it
+            try:
+                named += [cell["path"] for cell in self._read_group(group) if _names_a_file(cell)]
+            except (Undecodable, OSError):
+                continue  # its rows are skipped as well
+        outside = FileHashes(self.paths[0].parent, named)
+        return digest("parquet", self.hashes.all, *named, outside.all)
+
     def _load_group(self, group: int) -> list[Any]:
         file, number = self._groups[group]
-        os.stat(self.paths[file])  # one that is away is no damaged one
+        os.stat(self.paths[file])  # a missing file is not a damaged one
+        self.hashes.check_file(file)
         try:
             with parquet_damage(self.paths[file]):
                 rows = _parquet_file(self.paths[file]).read_row_group(number, columns=[self.column])
                 return rows.column(0).to_pylist()
         except UserError as error:
             cause = error.__cause__
-            if isinstance(cause, OSError) and cause.errno:  # the system's own; pyarrow's about damage have no number
+            if isinstance(cause, OSError) and cause.errno:  # pyarrow's errors about damage have no number
                 raise OSError(cause.errno, reason(cause)) from error
-            # At the index the file was whole: these rows are lost, the others are not.
+            # The footer is intact, so other row groups may be.
             raise Undecodable(str(error)) from error
 
     def _cell(self, index: int) -> Any:
@@ -89,8 +107,19 @@ class Parquet(EncodedSource):
         return cell_bytes(self._cell(index), self.paths[0].parent)
 
 
+def _holds_all(column: Any) -> bool:
+    """Return whether a column chunk is known to have no empty cells, or holds no bytes of images."""
+    if column.physical_type != "BYTE_ARRAY" or not column.path_in_schema.endswith(".bytes"):
+        return True
+    return column.statistics is not None and column.statistics.has_null_count and column.statistics.null_count == 0
+
+
+def _names_a_file(cell: Any) -> bool:
+    return isinstance(cell, dict) and not isinstance(cell.get("bytes"), bytes) and isinstance(cell.get("path"), str)
+
+
 def cell_bytes(cell: Any, folder: Path) -> bytes:
-    """The encoded image of a table cell: bytes, or {bytes, path} where either may be missing."""
+    """Return the encoded image of a table cell: bytes, or {bytes, path} where either may be missing."""
     if isinstance(cell, dict):
         if isinstance(cell.get("bytes"), bytes):
             return cell["bytes"]
@@ -115,7 +144,7 @@ def _parquet_file(path: Path) -> Any:
 
 @contextmanager
 def parquet_damage(path: Path) -> Iterator[None]:
-    """What reading a damaged file ends in, as one sentence."""
+    """Turn what reading a damaged file raises into a UserError."""
     import pyarrow
 
     try:
@@ -127,7 +156,7 @@ def parquet_damage(path: Path) -> Iterator[None]:
 
 
 def _group_rows(file: Any, path: Path) -> list[int]:
-    """Rows of each group. A row of an image takes bytes, so a file that claims more rows than bytes is damaged."""
+    """Return the rows of each group; a file with more rows than bytes is damaged."""
     with parquet_damage(path):
         rows = [file.metadata.row_group(g).num_rows for g in range(file.metadata.num_row_groups)]
     if any(count < 0 for count in rows) or sum(rows) > path.stat().st_size:
@@ -162,7 +191,7 @@ def _parquet_labels(files: Sequence[Any], schema: Any, path: Path) -> tuple[np.n
 
 
 def _described_classes(metadata: Mapping[bytes, bytes], column: str) -> list[str] | None:
-    """The names that Hugging Face's metadata gives to the numbers of a column; None if there are none."""
+    """Return the class names of a label column in Hugging Face's metadata; None if there are none."""
     try:
         described = json.loads(metadata.get(b"huggingface", b"{}"))
         names = described["info"]["features"][column]["names"]
@@ -174,7 +203,7 @@ def _described_classes(metadata: Mapping[bytes, bytes], column: str) -> list[str
 def number_values(
     values: list[Any], names: Sequence[str] | None, *, where: str
 ) -> tuple[np.ndarray, tuple[str, ...] | None]:
-    """Labels of a column: integers as they are, with the schema's names if any; text numbered in sorted order."""
+    """Return the labels of a column: integers unchanged, with the schema's names if any; text in sorted order."""
     if all(isinstance(value, str) for value in values):
         return number_classes(values)
     if not all(isinstance(value, int) and -(2**63) <= value < 2**63 for value in values):
@@ -189,9 +218,22 @@ def number_values(
 class HubSet(EncodedSource):
     """A split of a `datasets` data set; rows stay in its memory-mapped Arrow files."""
 
-    def __init__(self, rows: Any, *, column: str, fingerprint: str, channels: int):
+    def __init__(self, rows: Any, *, column: str, channels: int):
         super().__init__(channels=channels)
-        self.rows, self.column, self.fingerprint = rows, column, fingerprint
+        self.rows, self.column = rows, column
+        self.hashes = FileHashes("", sorted(file["filename"] for file in rows.cache_files))
+
+    def compute_fingerprint(self) -> str:
+        """Of the Arrow files, and of the image files that rows without bytes name."""
+        cells = self.rows.data.table.column(self.column)
+        named = [
+            cell["path"]
+            for chunk in cells.chunks
+            if chunk.type.get_field_index("bytes") >= 0 and chunk.field("bytes").null_count
+            for cell in chunk.to_pylist()
+            if _names_a_file(cell)
+        ]
+        return digest("hub", len(self), self.hashes.all, *named, FileHashes("", named).all)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -215,7 +257,7 @@ class HubSet(EncodedSource):
 
 
 def open_hub(name: str, *, labels: bool, channels: int) -> HubSet:
-    """`NAME` or `NAME:split` (train if not said): a hub name, or a folder of parquet or by `save_to_disk`."""
+    """Open `NAME` or `NAME:split` (default train): a hub name, or a folder of parquet or by `save_to_disk`."""
     try:
         import datasets
         import pyarrow
@@ -230,7 +272,7 @@ def open_hub(name: str, *, labels: bool, channels: int) -> HubSet:
             f"The data set {name!r} has the columns {', '.join(rows.features)}, none of images; choose another."
         )
     try:
-        # Places of cells outside of the file would be read as they are.
+        # Offsets beyond the end of the file would be read without a check.
         rows.data.table.select([column]).validate(full=True)
     except (pyarrow.ArrowException, MemoryError) as error:
         raise UserError(f"The data set {name!r} is damaged ({reason(error)}); make or download it again.") from error
@@ -238,9 +280,9 @@ def open_hub(name: str, *, labels: bool, channels: int) -> HubSet:
     found = HubSet(
         rows.select_columns([column]).cast_column(column, datasets.Image(decode=False)),
         column=column,
-        fingerprint=digest("hub", name, split, len(rows), rows._fingerprint, str(files)),
         channels=channels,
     )
+    found.earlier_fingerprint = digest("hub", name, split, len(rows), rows._fingerprint, str(files))
     if labels:
         key = next((key for key in LABEL_COLUMNS if key in rows.features), None)
         if key is None:
@@ -254,7 +296,7 @@ def open_hub(name: str, *, labels: bool, channels: int) -> HubSet:
 
 
 def refuse_script(name: str) -> None:
-    """A data set is data: a folder that comes with a loading script is refused, so that nobody is asked to run it."""
+    """Raise UserError for a folder that comes with a loading script: code is never run."""
     folder = Path(name)
     refuse_odd_files(folder)
     script = next(folder.glob("*.py"), None) if folder.is_dir() else None

@@ -368,7 +368,7 @@ def image_batches(
     count = len(source) if num is None else min(num, len(source))
     for start in range(0, count, batch_size):
         found = source.read_many(range(start, min(start + batch_size, count)))
-        source.note_skipped((item.name, item.reason) for item in found if isinstance(item, BadImage))
+        source.add_skipped((item.name, item.reason) for item in found if isinstance(item, BadImage))
         images = [item for item in found if isinstance(item, Tensor)]
         if image_size is not None:
             images = [crop_square(image, image_size) for image in images]

@@ -34,6 +34,10 @@ class Process(ABC):
     noisiest: ClassVar[float]
     """The time at which a sample is pure noise and from which samplers start."""
 
+    def __repr__(self) -> str:
+        """Return class and settings, and no address: the feature cache is keyed by it."""
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
     @abstractmethod
     def coefficients(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """alpha(t) and sigma(t), of t's shape."""

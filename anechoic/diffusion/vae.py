@@ -113,7 +113,7 @@ def write_latents(
             for start in range(0, len(source), batch_size):
                 indices = range(start, min(start + batch_size, len(source)))
                 found = source.read_many(indices)
-                source.note_skipped((bad.name, bad.reason) for bad in found if isinstance(bad, BadImage))
+                source.add_skipped((bad.name, bad.reason) for bad in found if isinstance(bad, BadImage))
                 good = {
                     i: crop_square(image, image_size)
                     for i, image in zip(indices, found, strict=True)

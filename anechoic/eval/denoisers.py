@@ -23,17 +23,22 @@ from anechoic.errors import UserError
 from anechoic.eval.encoders import Encoder
 from anechoic.eval.features import Pooling, layer_widths
 from anechoic.rng import SampleGenerator
+from anechoic.storage.fingerprint import hash_tensors
 
 
 @dataclass(frozen=True)
 class NoisyEncoder(Encoder):
-    """A denoiser at one noise level: 0 is the image, 1 pure noise. to_input: prepares images where they are encoded."""
+    """A denoiser at one noise level: 0 is the image, 1 pure noise.
+
+    to_input: prepares images for a denoiser of latents; autoencoder: what its result depends on, for the cache.
+    """
 
     process: Process | None = None
     level: float = 0.0
     seed: int = 0
     part: int = 0
     to_input: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
+    autoencoder: str = ""
     batch_size_on_cores: ClassVar[int] = 256  # it has no packed forward, so small groups gain nothing
 
     @property
@@ -68,7 +73,7 @@ class NoisyEncoder(Encoder):
     @property
     def about(self) -> str:
         drawn = "clean" if self.level == 0 else f"{self.level!r} of seed {self.seed} for part {self.part}"
-        return f"{self.preprocess!r} {self.process!r} {drawn}"
+        return f"{self.preprocess!r} {self.process!r} {drawn} {self.autoencoder}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -113,4 +118,5 @@ def open_noisy(path: str | Path, *, device: torch.device) -> Denoiser:
         moments = vae_module.encode_moments(vae, of_images.apply(images.to(device)))
         return moments.chunk(2, dim=1)[0] * scale
 
-    return Denoiser(NoisyEncoder(name, model, of_images, process=process, to_input=to_latents))
+    key = f"{hash_tensors(vae.state_dict())} {scale!r}"
+    return Denoiser(NoisyEncoder(name, model, of_images, process=process, to_input=to_latents, autoencoder=key))

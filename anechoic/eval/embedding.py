@@ -42,7 +42,7 @@ class Vectors(np.ndarray):
 class Pictures(Source):
     """Images that are in memory already, uint8 (C, H, W) each."""
 
-    resident = True
+    in_memory = True
 
     def __init__(self, images: Sequence[Tensor], *, channels: int) -> None:
         super().__init__()

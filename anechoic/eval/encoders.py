@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -95,7 +96,8 @@ class Encoder:
     def fingerprint(self) -> str:
         """Hex; changes with the architecture, the weights or the preparation of images."""
         network = trunk(self.model)
-        rest = hashlib.sha256(f"{network!r} {self.about}".encode()).hexdigest()[:16]
+        text = re.sub(r" at 0x[0-9a-fA-F]+", "", f"{network!r} {self.about}")  # functions print their address
+        rest = hashlib.sha256(text.encode()).hexdigest()[:16]
         return rest + hash_tensors(network.state_dict())
 
 

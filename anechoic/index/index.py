@@ -1,7 +1,7 @@
-"""The index of a collection: one vector per image, kept beside the feature cache, and the search in it.
+"""The index of a collection: one vector per image in the cache, and the search in it.
 
-It belongs to an encoder, a layer and a kind of vector on one place of images. Added images are embedded and removed
-ones left out when it is opened again; other weights mean other vectors, so then all are. Search is exact.
+It belongs to an encoder, a layer, a kind of vector and the path of a collection. When it is opened again, added or
+changed images are embedded and removed ones deleted; with other weights all are embedded again. Search is exact.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anechoic.data import Source, Subset, cache_dir
+from anechoic.data import Source, Subset
 from anechoic.data.decoding import decoders
-from anechoic.data.pixel_cache import locked
-from anechoic.data.source import digest, readable, unsettled
+from anechoic.data.source import digest, readable
 from anechoic.errors import NotFiniteError, UserError
 from anechoic.eval.encoders import Encoder, flat
-from anechoic.eval.feature_cache import features_of, file_crc
+from anechoic.eval.feature_cache import create_table, features_of
 from anechoic.eval.feature_scaling import CHUNK, Affine, Scaling, fit_scaling, unit_vectors
 from anechoic.eval.features import Pooling, choose_layers
 from anechoic.eval.metrics.knn import Neighbors, nearest_units
-from anechoic.storage.files import read_json, sealed, sweep_leftovers, unsealed, write_aside, write_json
+from anechoic.storage.cache import OpenEntry, open_entry
+from anechoic.storage.files import write_aside
 
 log = logging.getLogger("anechoic")
 
-# The vector an index is made of: pooled tokens, or all patches side by side (flat), summed into this many channels.
+# The vector of an image: pooled tokens, or all patches concatenated (flat) and summed into this number of channels.
 Vector = Literal["class", "mean", "all", "flat"]
 FLAT_WIDTH = 512
-# What searched best, measured with labels (results/search-vectors.json, docs/finding.md).
+# The best search results by labels (results/search-vectors.json, docs/finding.md).
 VECTOR: Vector = "flat"
 SCALING: Scaling = "standardized"
 
-VECTORS, KEYS, CARD = "vectors.npy", "keys.npy", "index.json"
+VECTORS, KEYS = "vectors.npy", "keys.npy"
 
 
 @dataclass(frozen=True)
 class Index:
-    """vectors (n, D), a file; ids (n,): which images of the source. added, removed: since it was last opened."""
+    """vectors (n, D), mapped from a file; ids (n,) in the source; added, removed: since it was last opened."""
 
     source: Source
     vectors: np.ndarray
@@ -70,33 +70,30 @@ def open_index(
     workers: int = 0,
 ) -> Index:
     """Read, extend or build the index of this place (a path or the name of a source) by this encoder."""
-    what = digest("index", absolute(encoder_name), absolute(place), layer, vector, source.channels)
+    key = digest("index", absolute(encoder_name), absolute(place), layer, vector, source.channels)
     encoder, pooled = encoder_for(encoder, vector, layer)
     (number,) = choose_layers((-1 if vector == "flat" else layer,), count=len(encoder.widths))
-    folder = cache_dir() / "index" / what
     how: dict[str, Any] = {"layers": (number,), "poolings": (pooled,), "device": device, "workers": workers}
     keys = identities(source)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder / ".lock", working_on=folder):
-            sweep_leftovers(folder)
-            known, reason = read(folder, encoder.fingerprint)
+        with open_entry("index", key, about=f"{encoder.name} on {len(source):,} images of {place}") as entry:
+            known, reason = read(entry, encoder.fingerprint)
             if reason:
-                log.warning("The index of %s is made anew: %s.", place, reason)
-            return update(folder, known, encoder, source, keys, how, reason=reason)
+                log.warning("The index of %s is made again: %s.", place, reason)
+            return update(entry, known, encoder, source, keys, how, reason=reason)
     except OSError as error:
-        log.warning("The index cannot be kept in %s (%s); it lives for this command.", folder, error.strerror or error)
+        log.warning("The index cannot be cached (%s); it is held in memory.", error.strerror or error)
         found = features_of(encoder, source, cached=False, keep_pixels=False, **how)
         return Index(source, next(iter(found.sets.values())), found.ids, found.skipped, added=len(found.ids))
 
 
 def encoder_for(encoder: Encoder, vector: Vector, layer: int) -> tuple[Encoder, Pooling]:
-    """The encoder and the pooling of it that give this vector."""
+    """Return the encoder and its pooling for this vector."""
     if vector != "flat":
         return encoder, vector
     if layer not in (-1, len(encoder.widths) - 1):
         raise UserError(
-            "All patches side by side are taken of the encoder's output: leave --layer out, or --vector flat."
+            "All patches (--vector flat) are taken of the encoder's output: omit --layer, or choose another --vector."
         )
     return replace(flat(encoder, width=FLAT_WIDTH), name=encoder.name), "mean"
 
@@ -106,7 +103,7 @@ def absolute(place: str) -> str:
 
 
 def identities(source: Source) -> np.ndarray:
-    """16 bytes per image, which change with the image; of a source that cannot tell, with any of its images."""
+    """Return 16 bytes per image, which change with the image, or with any image of the source."""
     own = source.identities()
     if own is not None:
         return own
@@ -116,44 +113,41 @@ def identities(source: Source) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Known:
-    """What was kept: rows of vectors and the images they are of, and those that could not be read.
-
-    again: those of the bad ones that may be readable by now.
-    """
+    """The rows of an index and the images they are of, and the unreadable images; retry: those to read again."""
 
     vectors: np.ndarray
     keys: np.ndarray
     bad: dict[str, Any]
-    again: frozenset[str]
+    retry: frozenset[str]
 
 
-def read(folder: Path, fingerprint: str) -> tuple[Known | None, str]:
-    """What is kept, or None and why it cannot be used; no reason if there was nothing."""
-    if not (folder / CARD).exists():
+def read(entry: OpenEntry, fingerprint: str) -> tuple[Known | None, str]:
+    """Return the index, or None and the reason why it cannot be used; an empty reason if there was none."""
+    card = entry.card()
+    if not any(entry.path.iterdir()):
         return None, ""
+    if card.get("encoder", fingerprint) != fingerprint:
+        return None, "the weights, or how images are prepared, have changed since"
     try:
-        card = unsealed(read_json(folder / CARD))
-        if card["encoder"] != fingerprint:
-            return None, "the weights, or how images are prepared, have changed since"
-        if any(file_crc(folder / name) != card["crc"][name] for name in (VECTORS, KEYS)):
+        if entry.intact([VECTORS, KEYS]) != {VECTORS, KEYS}:
             return None, "its file is damaged"
-        vectors, keys = (np.load(folder / name, mmap_mode="r") for name in (VECTORS, KEYS))
+        vectors, keys = (np.load(entry.path / name, mmap_mode="r") for name in (VECTORS, KEYS))
         if (vectors.dtype, keys.dtype, keys.shape) != (np.float32, np.uint8, (len(vectors), 16)) or vectors.ndim != 2:
             return None, "its file is damaged"
         bad = {key: (str(name), str(why)) for key, (name, why) in card["bad"].items()}
-        again = frozenset(card["passing"] if card.get("decoders") == decoders() else bad)
-        return Known(vectors, np.array(keys).view("V16").ravel(), bad, again), ""
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # a UserError is a ValueError
+        retry = frozenset(card["temporary"] if card["decoders"] == decoders() else bad)
+        return Known(vectors, np.array(keys).view("V16").ravel(), bad, retry), ""
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None, "its file is damaged"
 
 
 def update(
-    folder: Path, known: Known | None, encoder: Encoder, source: Source, keys: np.ndarray, how: dict, *, reason: str
+    entry: OpenEntry, known: Known | None, encoder: Encoder, source: Source, keys: np.ndarray, how: dict, *, reason: str
 ) -> Index:
-    """The index of exactly the images that are there now."""
+    """Return the index of exactly the images of the source."""
     mine = [key.tobytes() for key in keys]
     known = known or Known(np.empty((0, 0)), keys[:0], {}, frozenset())
-    tried = [i for i, key in enumerate(mine) if key.hex() in known.again]
+    tried = [i for i, key in enumerate(mine) if key.hex() in known.retry]
     lost = known.bad.keys() - {mine[i].hex() for i in readable(source, tried)}
     rows = {key.tobytes(): row for row, key in enumerate(known.keys)}
     kept = np.array([i for i, key in enumerate(mine) if key in rows], np.int64)
@@ -175,11 +169,11 @@ def update(
     if not parts:
         raise UserError(f"None of the {len(mine):,} images can be read; the first is {next(iter(bad.values()))[0]}.")
     ids = np.sort(np.concatenate([part.ids for part in parts]))
-    passing = [mine[i].hex() for i in unsettled(source, np.setdiff1d(np.arange(len(mine)), ids).tolist())]
-    card = {"encoder": encoder.fingerprint, "bad": bad, "passing": passing, "decoders": decoders()}
-    write(folder, ids, parts, [mine[i] for i in ids], card)
+    retry = readable(source, np.setdiff1d(np.arange(len(mine)), ids).tolist(), or_later=True)
+    notes = {"encoder": encoder.fingerprint, "bad": bad, "decoders": decoders()}
+    write(entry, ids, parts, [mine[i] for i in ids], temporary=[mine[i].hex() for i in retry], **notes)
     added, removed = len(ids) - len(kept), len(known.keys) - len(kept)
-    vectors = np.load(folder / VECTORS, mmap_mode="r")
+    vectors = np.load(entry.path / VECTORS, mmap_mode="r")
     return Index(source, vectors, ids, tuple(bad.values()), added, removed, reason)
 
 
@@ -191,33 +185,27 @@ class Part(NamedTuple):
     rows: np.ndarray
 
 
-def write(folder: Path, ids: np.ndarray, parts: Sequence[Part], keys: Sequence[bytes], card: dict[str, Any]) -> None:
-    """Old and new rows in the source's order. The card goes first and is written last: it makes the rest valid."""
-    (folder / CARD).unlink(missing_ok=True)
-    with write_aside(folder / VECTORS) as temporary:
-        whole = parts[0].vectors
-        if len(parts) == 1 and isinstance(whole, np.memmap) and np.array_equal(parts[0].rows, np.arange(len(whole))):
-            share(Path(str(whole.filename)), temporary)
-        else:
-            merge(temporary, ids, parts)
-    with write_aside(folder / KEYS) as temporary, open(temporary, "wb") as file:
-        np.save(file, np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16))
-    crc = {name: file_crc(folder / name) for name in (VECTORS, KEYS)}
-    write_json(folder / CARD, sealed({**card, "crc": crc}))
-
-
-def share(file: Path, path: Path) -> None:
-    """The same bytes under another name: one copy on the disk where it can be."""
-    try:
-        os.link(file, path)
-    except OSError:
-        shutil.copyfile(file, path)
+def write(entry: OpenEntry, ids: np.ndarray, parts: Sequence[Part], keys: Sequence[bytes], **notes: Any) -> None:
+    """Write old and new rows in the source's order. On a full disk the index stays as it was."""
+    with write_aside(entry.path / KEYS) as new_keys:
+        with open(new_keys, "wb") as file:
+            np.save(file, np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16))
+        with write_aside(entry.path / VECTORS) as new_vectors:
+            merge(new_vectors, ids, parts)
+    entry.commit(entry.hashes([VECTORS, KEYS]), **notes)
 
 
 def merge(path: Path, ids: np.ndarray, parts: Sequence[Part]) -> None:
-    """A chunk at a time."""
-    width = parts[0][0].shape[1]
-    table = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=(len(ids), width))
+    """Write the rows a chunk at a time, or link to the file of the feature cache if it has exactly them."""
+    whole = parts[0].vectors
+    if len(parts) == 1 and isinstance(whole, np.memmap) and np.array_equal(parts[0].rows, np.arange(len(whole))):
+        try:
+            os.link(str(whole.filename), path)
+        except OSError:
+            shutil.copyfile(str(whole.filename), path)
+        return
+    create_table(path, len(ids), whole.shape[1], np.float32)
+    table = np.lib.format.open_memmap(path, mode="r+")
     for vectors, own, rows in parts:
         target = np.searchsorted(ids, own)
         for start in range(0, len(own), CHUNK):
@@ -231,7 +219,7 @@ def merge(path: Path, ids: np.ndarray, parts: Sequence[Part]) -> None:
 
 @dataclass(frozen=True)
 class Searchable:
-    """Vectors of length 1 under a scaling fitted to the collection, and how a query gets there."""
+    """Vectors of length 1 under a scaling fitted to the collection; change: the scaling, for queries."""
 
     units: Tensor
     change: Affine | None
@@ -242,7 +230,7 @@ class Searchable:
         return cls(unit_vectors(vectors, change), change)
 
     def nearest(self, queries: np.ndarray, *, k: int, engine: str = "torch") -> Neighbors:
-        """Of query vectors as the encoder makes them; both engines are exact."""
+        """Return the k nearest of each query vector of the encoder; both engines are exact."""
         if not np.isfinite(queries).all():
             raise NotFiniteError("A query's vector contains NaN or infinity: the weights are damaged, so use others.")
         asked, k = unit_vectors(queries, self.change), min(k, len(self.units))
@@ -253,7 +241,7 @@ def nearest_by_faiss(units: Tensor, queries: Tensor, *, k: int) -> Neighbors:
     try:
         import faiss
     except ImportError as error:
-        raise UserError('faiss is an extra package: pip install "anechoic[search]", or leave --engine out.') from error
+        raise UserError('faiss is an extra package: pip install "anechoic[search]", or omit --engine.') from error
     table = faiss.IndexFlatIP(units.shape[1])
     table.add(units.numpy())
     similarities, indices = table.search(queries.numpy(), k)
@@ -261,7 +249,7 @@ def nearest_by_faiss(units: Tensor, queries: Tensor, *, k: int) -> Neighbors:
 
 
 def nearest_others(units: Tensor, rows: np.ndarray | Tensor, *, k: int) -> Neighbors:
-    """The k nearest of these rows among all the others; a row is never its own neighbor."""
+    """Return the k nearest of these rows among all others; a row is never its own neighbor."""
     rows = torch.as_tensor(rows)
     found = nearest_units(units, units[rows], k=k + 1)
     itself = found.indices == rows[:, None]

@@ -143,7 +143,7 @@ def images_for(run: RunOnDisk, data: str | None) -> EvalData:
 def held_out_of(run: RunOnDisk) -> Source:
     """The images the run was never trained on."""
     source = open_data(run.config)
-    if source.fingerprint != run.config.data.fingerprint:
+    if not source.has_fingerprint(run.config.data.fingerprint or ""):
         raise UserError(f"The data of {run.path}, {run.config.data.source}, is not what it was trained on.")
     if not run.config.data.holdout:
         raise UserError(f"{run.path} held out no images.")

@@ -141,7 +141,7 @@ def files() -> Iterator[Finding]:
 
 
 def disks() -> Iterator[Finding]:
-    from anechoic.data.pixel_cache import cache_dir
+    from anechoic.storage.cache import cache_dir
 
     for what, folder in (("disk here", Path.cwd()), ("disk of the cache", cache_dir())):
         while not folder.exists():
@@ -155,19 +155,12 @@ def disks() -> Iterator[Finding]:
 
 
 def caches() -> Iterator[Finding]:
-    from anechoic.data.pixel_cache import cache_dir
+    from anechoic.storage.cache import cache_dir, entries, limit
 
-    folder = cache_dir()
-    if not folder.is_dir():
-        yield Finding("cache", "ok", f"nothing kept yet ({folder})")
-        return
-    total, left = 0, 0
-    for path in folder.rglob("*"):
-        if path.is_file():
-            total += path.stat().st_size
-        left += path.name.endswith((".part", ".unfinished"))
-    remedy = f"delete {folder}: it is made anew when needed" if left else ""
-    yield Finding("cache", "note" if left else "ok", f"{size(total)} in {folder}, {left} unfinished", remedy)
+    total = sum(entry.size for entry in entries())
+    remedy = "free space with anechoic tools cache, or raise ANECHOIC_CACHE_LIMIT" if total > limit() else ""
+    found = f"{size(total)} of up to {size(limit())} in {cache_dir()}"
+    yield Finding("cache", "note" if remedy else "ok", found, remedy)
 
 
 def size(count: float) -> str:
@@ -277,7 +270,7 @@ def data(run: Path) -> Iterator[Finding]:
         yield Finding("data", "problem", str(problem), "put the data back where the run's config.json says it is")
         return
     frozen = config.data.fingerprint
-    if frozen is not None and source.fingerprint != frozen:
+    if frozen is not None and not source.has_fingerprint(frozen):
         yield Finding("data", "problem", f"{config.data.source} is not the data the run was started with", "restore it")
         return
     step = max(1, len(source) // LOOKED_AT)

@@ -340,11 +340,15 @@ def resolve_config(config: Config, run: Run | None, source: Source, world: World
             frozen.devices,
         )
         frozen = replace(frozen, devices=world.size)
-    if frozen.data.fingerprint not in (None, source.fingerprint) and frozen.data.source == asked.data.source:
+    if frozen.data.fingerprint is not None and source.has_fingerprint(frozen.data.fingerprint):
+        if frozen.data.source != asked.data.source:
+            log.warning("Reading the same data from %s instead of %s.", asked.data.source, frozen.data.source)
+        frozen = replace(frozen, data=replace(frozen.data, source=asked.data.source))
+        asked = replace(asked, data=replace(asked.data, fingerprint=frozen.data.fingerprint))
+    elif frozen.data.fingerprint is not None and frozen.data.source == asked.data.source:
         raise UserError(
-            f"{config.data.source} is not the data that the run {run.path} began with (names, sizes or times of its "
-            "files differ): put that back, with its times if it was copied (cp -a, rsync -a), or choose another "
-            "directory."
+            f"{config.data.source} is not the data that the run {run.path} was started with (names or content of its "
+            "files differ): restore that, or choose another directory."
         )
     changed = differences(frozen, adopt(asked, frozen))
     if changed:

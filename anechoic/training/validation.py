@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from anechoic.config import Config
 from anechoic.data import Source, Subset
-from anechoic.data.in_memory import Prepared
+from anechoic.data.in_memory import InMemory
 from anechoic.data.preprocess import Preprocess
 from anechoic.diffusion.process import process_of
 from anechoic.eval.denoisers import Denoiser, denoiser_of
@@ -42,8 +42,8 @@ class Validator:
     config: Config
     objective: Objective
     preprocess: Preprocess
-    held_out: Prepared
-    votes: Prepared | None
+    held_out: InMemory
+    votes: InMemory | None
 
     def measure(self, model: Any) -> dict[str, Any]:
         """held_out_loss (and what else the objective gives), a number per block and per Shortcut, knn_accuracy."""
@@ -96,7 +96,7 @@ def make_validator(
 ) -> Validator:
     """Reads the held-out samples, and the first training samples if a k-NN test is wanted, without augmentation."""
     held_out, votes = (
-        Prepared.of(Subset(source, indices), image_size=config.data.image_size, seed=config.seed)
+        InMemory.of(Subset(source, indices), image_size=config.data.image_size, seed=config.seed)
         if len(indices)
         else None
         for indices in (held_out_indices, train_indices[: config.validation.knn])

@@ -235,7 +235,7 @@ def test_a_server_that_does_not_answer_says_nothing_about_an_image(url: str, sha
     content[int(source.members[0]["start"]) + 20] ^= 1
     system.pipe_file(name, bytes(content))
     (damaged,) = source.read_many([0])
-    assert [(type(bad), bad.lasting) for bad in (away, damaged)] == [(BadImage, False), (BadImage, True)]
+    assert [(type(bad), bad.permanent) for bad in (away, damaged)] == [(BadImage, False), (BadImage, True)]
     with pytest.raises(BadImage) as caught:
         source.read(0)
-    assert caught.value.lasting
+    assert caught.value.permanent

@@ -18,7 +18,7 @@ from PIL import Image
 
 from anechoic.data import Array, BadImage, Scenes, Source, Subset, common_labels, files, open_source
 from anechoic.data.archives import expand_braces, without_common_folder
-from anechoic.data.files import REMEMBER_FROM, scan
+from anechoic.data.files import scan
 from anechoic.data.source import Names
 from anechoic.errors import UserError
 
@@ -60,15 +60,6 @@ def test_folder(folder: Path) -> None:
     assert open_source(folder).labels is None
 
 
-def test_fingerprint_follows_the_content_not_the_place(folder: Path, tmp_path: Path) -> None:
-    first = open_source(folder).fingerprint
-    moved = tmp_path / "moved"
-    shutil.copytree(folder, moved)
-    assert open_source(moved).fingerprint == first
-    Image.fromarray(picture(9)).save(moved / "dog" / "x.png")
-    assert open_source(moved).fingerprint != first
-
-
 def test_links_and_loops_end(folder: Path) -> None:
     (folder / "cat" / "loop").symlink_to(folder, target_is_directory=True)
     (folder / "dog" / "self").symlink_to(".", target_is_directory=True)
@@ -82,27 +73,6 @@ def test_a_linked_folder_and_a_linked_file_are_followed(folder: Path, tmp_path: 
     (other / "linked").symlink_to(folder, target_is_directory=True)
     (other / "z.png").symlink_to(folder / "dog" / "x.png")
     assert len(open_source(other)) == 6
-
-
-def test_a_long_listing_is_remembered_until_something_changes(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, private_cache: Path
-) -> None:
-    monkeypatch.setattr("anechoic.data.files.REMEMBER_FROM", 1)
-    first = open_source(folder).fingerprint
-    scans = []
-    monkeypatch.setattr("anechoic.data.files.scan", lambda root: scans.append(root) or scan(root))
-    assert open_source(folder).fingerprint == first
-    assert not scans
-    Image.fromarray(picture(5)).save(folder / "dog" / "new.png")
-    assert len(open_source(folder)) == 6
-    with open(folder / "dog" / "new.png", "r+b") as file:
-        file.write(b"changed in place")
-    changed = open_source(folder).fingerprint
-    assert len(scans) == 2
-    for listing in (private_cache / "listings").glob("*.npz"):
-        listing.write_bytes(listing.read_bytes()[:100])
-    assert open_source(folder).fingerprint == changed
-    assert REMEMBER_FROM > 1000
 
 
 def test_list_of_paths(folder: Path) -> None:
@@ -161,7 +131,8 @@ def test_tar(folder: Path, tmp_path: Path) -> None:
 def test_a_long_tar_is_listed_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
         archive.add(folder, ".")
-    monkeypatch.setattr("anechoic.data.archives.REMEMBER_FROM", 1)
+    monkeypatch.setattr("anechoic.data.archives.CACHE_LISTINGS_FROM", 1)
+    monkeypatch.setattr("anechoic.data.archives.is_settled", any)
     open_source(tmp_path / "a.tar")
     with monkeypatch.context() as patch:
         patch.setattr(tarfile, "open", None)
@@ -251,17 +222,6 @@ def test_a_process_that_may_not_open_more_files_says_so(folder: Path, monkeypatc
         open_source(folder).read_many([0])
 
 
-def test_a_name_is_made_when_it_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a table it costs as much as the image."""
-    source, named = open_source(folder), []
-    monkeypatch.setattr(source, "name", lambda index: named.append(index) or NAMES[index])
-    source.read_many(range(len(source)))
-    assert named == []
-    assert source.contents is not None
-    with pytest.raises(UserError, match=f"content of '{NAMES[1]}' has changed"):
-        source.contents.check(1, b"other bytes", source.name)
-
-
 def test_a_table_that_is_away_is_not_taken_for_a_damaged_one(folder: Path, tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
@@ -272,11 +232,11 @@ def test_a_table_that_is_away_is_not_taken_for_a_damaged_one(folder: Path, tmp_p
     file.rename(tmp_path / "elsewhere")
     with pytest.raises(BadImage, match="No such file") as caught:
         source.read(0)
-    assert not caught.value.lasting
+    assert not caught.value.permanent
     file.write_bytes((tmp_path / "elsewhere").read_bytes()[:50])
     with pytest.raises(BadImage, match="not a complete parquet file") as caught:
         source.read(0)
-    assert caught.value.lasting
+    assert caught.value.permanent
 
 
 def test_an_array_named_in_capitals_is_mapped(tmp_path: Path) -> None:

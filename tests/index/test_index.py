@@ -19,21 +19,26 @@ from tiny_runs import write_run
 import anechoic
 from anechoic.cli.main import main
 from anechoic.data import files, open_source
-from anechoic.data.pixel_cache import cache_dir
 from anechoic.errors import UserError
 from anechoic.eval import feature_cache
 from anechoic.eval.encoders import flat, open_encoder
-from anechoic.eval.feature_cache import features_of, file_crc
+from anechoic.eval.feature_cache import features_of
 from anechoic.eval.feature_scaling import fit_scaling, rescaled, unit_vectors
 from anechoic.eval.metrics.knn import nearest
 from anechoic.index import collection as exploring
 from anechoic.index import index
 from anechoic.index.index import Searchable, nearest_others, open_index
 from anechoic.index.queries import resolve
-from anechoic.storage.files import read_json, sealed, unsealed, write_json
+from anechoic.storage.cache import cache_dir, open_entry
 from anechoic.storage.safe_io import read_regular
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """Other tests have images of the same content."""
+    monkeypatch.setenv("ANECHOIC_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -138,24 +143,27 @@ def test_an_index_of_unreadable_images_alone_is_refused(run, photos):
 
 
 @pytest.mark.parametrize("broken", ["a row too few", "another type", "an archive", "one dimension"])
-def test_an_index_whose_parts_do_not_fit_is_not_believed_though_its_seal_is_right(tmp_path, broken):
+def test_index_whose_parts_do_not_fit_is_not_believed_though_its_hashes_are_right(broken):
     rows, vectors = np.arange(5), np.ones((5, 8), np.float32)
-    index.write(tmp_path, rows, [index.Part(vectors, rows, rows)], [bytes([row]) * 16 for row in rows], {"bad": {}})
-    card = unsealed(read_json(tmp_path / index.CARD))
-    other = {"a row too few": vectors[1:], "another type": vectors.astype(str), "one dimension": vectors[:, 0]}
-    with open(tmp_path / index.VECTORS, "wb") as file:
-        if broken in other:
-            np.save(file, other[broken])
-        else:
-            np.savez(file, vectors=vectors)
-    crc = card["crc"] | {index.VECTORS: file_crc(tmp_path / index.VECTORS)}
-    write_json(tmp_path / index.CARD, sealed({**card, "encoder": "this one", "crc": crc}))
-    assert index.read(tmp_path, "this one") == (None, "its file is damaged")
+    notes = {"bad": {}, "temporary": [], "decoders": "", "encoder": "this one"}
+    with open_entry("index", "b" * 32, about="") as entry:
+        part = index.Part(vectors, rows, rows)
+        index.write(entry, rows, [part], [bytes([row]) * 16 for row in rows], **notes)
+        assert index.read(entry, "this one")[0] is not None
+        other = {"a row too few": vectors[1:], "another type": vectors.astype(str), "one dimension": vectors[:, 0]}
+        with open(entry.path / index.VECTORS, "wb") as file:
+            if broken in other:
+                np.save(file, other[broken])
+            else:
+                np.savez(file, vectors=vectors)
+        entry.commit(entry.hashes([index.VECTORS, index.KEYS]), **notes)
+        assert index.read(entry, "this one") == (None, "its file is damaged")
+        entry.discard()
 
 
 def test_a_damaged_index_is_made_anew(run, photos, caplog):
     before = np.array(index_of(run, photos).vectors)
-    newest = max((cache_dir() / "index").iterdir(), key=lambda folder: folder.stat().st_mtime)
+    newest = max((cache_dir() / "index").glob("*/"), key=lambda folder: folder.stat().st_mtime)
     file = newest / "vectors.npy"
     content = bytearray(file.read_bytes())
     content[-3] ^= 1
@@ -333,7 +341,8 @@ def test_the_search_page_shows_what_the_json_says(run, photos, capsys, tmp_path)
 
 
 def test_whitened_vectors_vary_alike_in_every_direction():
-    mixed = torch.randn(500, 12, generator=torch.Generator().manual_seed(0)).double() @ torch.randn(12, 12).double()
+    generator = torch.Generator().manual_seed(0)
+    mixed = torch.randn(500, 12, generator=generator).double() @ torch.randn(12, 12, generator=generator).double()
     white = rescaled(mixed, "whitened").double()
     covariance = torch.cov(white.T, correction=0)
     np.testing.assert_allclose(covariance, torch.eye(12), atol=1e-3)

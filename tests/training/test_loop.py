@@ -27,7 +27,7 @@ from anechoic.config import (
     ShortcutConfig,
     ValidationConfig,
 )
-from anechoic.data import open_source
+from anechoic.data import Array, open_source
 from anechoic.data.loader import permutation
 from anechoic.data.preprocess import Preprocess
 from anechoic.data.split import hold_out
@@ -188,14 +188,41 @@ def test_another_config_is_refused_with_the_difference(tmp_path):
     assert (tmp_path / "config.json").read_bytes() == before
 
 
-def test_data_that_is_not_what_the_run_began_with_is_named_with_the_remedy(tmp_path):
-    images = np.random.default_rng(0).integers(0, 255, (3 * BATCH, 8, 8), np.uint8)
-    np.save(tmp_path / "images.npy", images)
+def image_config(tmp_path, *, seed=0, name="images.npy"):
+    images = np.random.default_rng(seed).integers(0, 255, (3 * BATCH, 8, 8), np.uint8)
+    np.save(tmp_path / name, images)
+    os.utime(tmp_path / name, (1, 1))
     config = tiny_config(steps=2)
-    config = replace(config, data=replace(config.data, source=str(tmp_path / "images.npy"), holdout=8))
+    return replace(config, data=replace(config.data, source=str(tmp_path / name), holdout=8))
+
+
+def test_run_refuses_data_of_other_content_at_equal_size_and_time(tmp_path):
+    config = image_config(tmp_path)
     fit(config, tmp_path / "run")
-    os.utime(tmp_path / "images.npy", (0, 0))
-    with pytest.raises(UserError, match=r"is not the data that the run .* began with .*cp -a, rsync -a"):
+    image_config(tmp_path, seed=1)
+    with pytest.raises(UserError, match=r"is not the data that the run .* was started with \(names or content"):
+        fit(config, tmp_path / "run")
+
+
+def test_run_resumes_on_a_copy_of_its_data(tmp_path, caplog):
+    config = image_config(tmp_path)
+    expected = fit(config, tmp_path / "run")["metrics"]
+    os.utime(tmp_path / "images.npy", (5, 5))
+    assert fit(config, tmp_path / "run")["metrics"] == expected
+    copy = image_config(tmp_path, name="copy.npy")
+    (tmp_path / "images.npy").unlink()
+    assert fit(copy, tmp_path / "run")["metrics"] == expected
+    assert "the same data from" in caplog.text
+
+
+def test_run_of_an_earlier_version_is_recognized_by_its_fingerprint(tmp_path, monkeypatch):
+    config = image_config(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Array, "compute_fingerprint", lambda source: source.earlier_fingerprint)
+        expected = fit(config, tmp_path / "run")["metrics"]
+    assert fit(config, tmp_path / "run")["metrics"] == expected
+    os.utime(tmp_path / "images.npy", (5, 5))
+    with pytest.raises(UserError, match="names or content"):
         fit(config, tmp_path / "run")
 
 
