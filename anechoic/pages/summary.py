@@ -16,7 +16,7 @@ from anechoic.pages.estimates import Estimate, estimate
 from anechoic.pages.runs import RunOnDisk, curves, encoder_of, facts, images_for, judge, weights_of
 
 # Settings in which runs of one arm may differ: they change no distribution that anybody asks about.
-NOT_THE_ARM = ("seed", "devices", "threads", "data.workers", "compile", "recompute", "unfused", "recipe")
+NOT_THE_ARM = ("seed", "devices", "threads", "data.workers", "compile", "recompute", "fused", "recipe")
 
 
 def measures() -> dict[str, str]:

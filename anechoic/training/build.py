@@ -22,7 +22,7 @@ from anechoic.models import build_model, model_config
 from anechoic.models.network import NetworkConfig
 from anechoic.models.sit import SiTConfig
 from anechoic.models.uvit import UViTConfig
-from anechoic.training.muon import Muon
+from anechoic.training.muon import Muon, adamw
 from anechoic.training.objectives import OBJECTIVES, make_objective
 from anechoic.training.optim import parameter_groups
 
@@ -173,7 +173,7 @@ def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimize
     )
     if optim.algorithm == "muon":
         return Muon(groups, momentum=optim.momentum, betas=optim.betas, eps=optim.eps)
-    return torch.optim.AdamW(groups, lr=0.0, betas=optim.betas, eps=optim.eps, fused=True)
+    return adamw(groups, lr=0.0, betas=optim.betas, eps=optim.eps)
 
 
 def preprocess_of(config: Config) -> Preprocess:

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,7 +27,7 @@ from anechoic.training.objectives import Objective, Samples
 
 
 def affine(x: Tensor, matrices: Tensor) -> Tensor:
-    """Resampled by matrices (B, 2, 3), output to input places in units of half a side; outside: the mean color."""
+    """Resample by matrices (B, 2, 3) from output to input positions, in half image sizes; outside is the mean color."""
     fill = x.mean(dim=(2, 3), keepdim=True)
     grid = F.affine_grid(matrices, list(x.shape), align_corners=False)
     return F.grid_sample(x - fill, grid, mode="bilinear", padding_mode="zeros", align_corners=False) + fill
@@ -93,7 +96,7 @@ def sharpness(x: Tensor, m: Tensor) -> Tensor:
 
 
 def auto_contrast(x: Tensor, m: Tensor) -> Tensor:
-    """Each channel stretched to 0 .. 1; a flat one stays."""
+    """Stretch each channel to 0 .. 1; a constant one is unchanged."""
     low, high = x.amin(dim=(2, 3), keepdim=True), x.amax(dim=(2, 3), keepdim=True)
     return torch.where(high > low, (x - low) / (high - low).clamp(min=1e-6), x)
 
@@ -116,19 +119,19 @@ def invert(x: Tensor, m: Tensor) -> Tensor:
 
 
 def posterize(x: Tensor, m: Tensor) -> Tensor:
-    """Keeps the 4 - floor(4 m) highest of 8 bits."""
+    """Keep the 4 - floor(4 m) highest of 8 bits."""
     bits = 4 - (4 * m.abs()).floor().long()
     size = 2 ** (8 - bits.view(-1, 1, 1, 1))
     return ((x * 255).round().long() // size * size) / 255
 
 
 def solarize(x: Tensor, m: Tensor) -> Tensor:
-    """Inverts what is at least 1 - m bright."""
+    """Invert pixels of at least 1 - m."""
     return torch.where(x >= 1 - m.abs().view(-1, 1, 1, 1), 1 - x, x)
 
 
 def solarize_add(x: Tensor, m: Tensor) -> Tensor:
-    """Brightens what is darker than a half by 110 / 255 m."""
+    """Add 110 / 255 m to pixels below a half."""
     return torch.where(x < 128 / 255, (x + 110 / 255 * m.abs().view(-1, 1, 1, 1)).clamp(max=1), x)
 
 
@@ -154,7 +157,10 @@ OPERATIONS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
 def rand_augment(
     x: Tensor, generator: SampleGenerator, *, magnitude: float = 9, deviation: float = 0.5, layers: int = 2
 ) -> Tensor:
-    """`layers` times: a random operation, applied with probability 0.5 at strength N(magnitude, deviation) / 10."""
+    """Apply `layers` times a random operation with probability 0.5 at strength N(magnitude, deviation) / 10.
+
+    Reads back from the device which images get which operation: computing all fifteen for all images costs more.
+    """
     for layer in range(layers):
         choice = generator.integers(f"operation {layer}", len(OPERATIONS), 1)[:, 0]
         u = generator.uniform(f"strength {layer}", 2)
@@ -197,37 +203,62 @@ def smooth_labels(labels: Tensor, num_classes: int, smoothing: float) -> Tensor:
     return F.one_hot(labels, num_classes) * (1 - smoothing) + smoothing / num_classes
 
 
+TABLE = 4096
+
+
+@cache
+def beta_table(a: float) -> Tensor:
+    from scipy.stats import beta
+
+    return torch.from_numpy(beta.ppf(np.linspace(0, 1, TABLE + 1), a, a)).float()
+
+
+def beta_quantile(u: Tensor, a: float) -> Tensor:
+    """Return the quantiles of Beta(a, a) at u in [0, 1), from a table, so that nothing is read back from a GPU."""
+    table, place = beta_table(a).to(u.device), u * TABLE
+    low = place.long()
+    return torch.lerp(table[low], table[low + 1], place - low)
+
+
 def mix(
     x: Tensor, targets: Tensor, generator: SampleGenerator, *, mixup: float, cutmix: float, switch: float
 ) -> tuple[Tensor, Tensor]:
-    """x and targets with those of the reversed batch: lam own + (1 - lam) other, or a box of area 1 - lam pasted in.
+    """Mix pairs: lam own + (1 - lam) other, or a box of area 1 - lam of the other pasted in. lam ~ Beta(a, a).
 
-    lam ~ Beta(a, a); one draw decides for the whole batch, from its first sample's numbers.
+    Samples 2 i and 2 i + 1 are a pair and the first one's random numbers decide. So ranks and micro-batches of an even
+    size mix as the whole batch does. Of an odd number the last sample is not mixed.
     """
-    from scipy.stats import beta
-
-    use_cutmix, share, row, column = generator.uniform("mix", 4)[0].tolist()
-    cutting = cutmix > 0 and (mixup <= 0 or use_cutmix < switch)
-    alpha = cutmix if cutting else mixup
-    if alpha <= 0:
+    if max(mixup, cutmix) <= 0:
         return x, targets
-    lam = float(beta.ppf(share, alpha, alpha))
-    other = x.flip(0)
-    if not cutting:
-        return lam * x + (1 - lam) * other, lam * targets + (1 - lam) * targets.flip(0)
     H, W = x.shape[2:]
-    height, width = int(H * math.sqrt(1 - lam)), int(W * math.sqrt(1 - lam))
-    middle_row, middle_column = int(row * H), int(column * W)
-    top, bottom = max(0, middle_row - height // 2), min(H, middle_row + height // 2)
-    left, right = max(0, middle_column - width // 2), min(W, middle_column + width // 2)
-    x = x.clone()
-    x[:, :, top:bottom, left:right] = other[:, :, top:bottom, left:right]
-    # What was really pasted: the box may have been cut at the border.
-    lam = 1 - (bottom - top) * (right - left) / (H * W)
-    return x, lam * targets + (1 - lam) * targets.flip(0)
+    rows = torch.arange(len(x), device=x.device)
+    partner = (rows ^ 1).clamp(max=len(x) - 1)
+    choice, share, row, column = generator.uniform("mix", 4)[torch.minimum(rows, partner)].unbind(1)
+    probability = 0.0 if cutmix <= 0 else 1.0 if mixup <= 0 else switch
+    cutting = choice < probability
+    lam = beta_quantile(share, mixup) if mixup > 0 else torch.ones_like(share)
+    if cutmix > 0:
+        side = (1 - beta_quantile(share, cutmix)).sqrt()
+        top, bottom, left, right = (
+            ((middle * size).floor() + sign * ((size * side).floor() / 2).floor()).clamp(0, size)
+            for middle, size in ((row, H), (column, W))
+            for sign in (-1, 1)
+        )
+        box = boxes(top, left, bottom - top, right - left, H, W) & cutting.view(-1, 1, 1)
+        pasted = torch.where(box[:, None], x[partner], x)
+        lam = torch.where(cutting, 1 - (bottom - top) * (right - left) / (H * W), lam)
+    blended = torch.lerp(x[partner], x, lam.view(-1, 1, 1, 1))
+    mixed = torch.where(cutting.view(-1, 1, 1, 1), pasted, blended) if cutmix > 0 else blended
+    return mixed, torch.lerp(targets[partner], targets, lam[:, None])
 
 
 # ---- the objective
+
+
+def full_precision(device_type: str) -> AbstractContextManager:
+    """Switch autocast off, on devices that have it."""
+    available = torch.amp.is_autocast_available(device_type)
+    return torch.autocast(device_type, enabled=False) if available else nullcontext()
 
 
 def finetuning(
@@ -243,28 +274,28 @@ def finetuning(
 ) -> Objective:
     """Soft cross-entropy on augmented and mixed images in training; plain cross-entropy and accuracy in evaluation.
 
-    preprocess: how the images were normalized, since they are augmented as pixels. magnitude 0 leaves RandAugment out.
+    preprocess: how the images were normalized, since they are augmented as pixels. magnitude 0 turns RandAugment off.
     """
     for name, value in {"smoothing": smoothing, "switch": switch, "erase": erase}.items():
         if not 0 <= value <= 1:
-            raise UserError(f"The option {name} of fine-tuning lies between 0 and 1, not at {value}.")
+            raise UserError(f"The option {name} of fine-tuning is {value}: choose a value from 0 to 1.")
 
     def augmented(images: Tensor, generator: SampleGenerator) -> Tensor:
         if magnitude > 0:
-            assert preprocess is not None, "the engine gives it"
+            assert preprocess is not None, "the training loop passes it"
             pixels = preprocess.invert(images).clamp(0, 1)
             images = preprocess.renormalize(rand_augment(pixels, generator, magnitude=magnitude))
         return random_erase(images, generator, probability=erase) if erase else images
 
     def loss(model: Any, batch: Samples, generator: SampleGenerator) -> dict[str, Tensor]:
-        assert batch.labels is not None, "the engine refuses this objective on data without labels"
+        assert batch.labels is not None, "the training loop requires labels for this objective"
         if not model.training:
             logits = model(batch.images)
             accuracy = (logits.argmax(dim=1) == batch.labels).float().mean()
             return {"loss": F.cross_entropy(logits, batch.labels), "accuracy": accuracy}
         targets = smooth_labels(batch.labels, num_classes, smoothing)
-        # The places of pixels are too fine for bfloat16, which would move them by up to half of one at 224 pixels.
-        with torch.autocast(batch.images.device.type, enabled=False):
+        # bfloat16 would move pixel positions by up to half a pixel at 224 pixels.
+        with full_precision(batch.images.device.type):
             images = augmented(batch.images, generator)
         images, targets = mix(images, targets, generator, mixup=mixup, cutmix=cutmix, switch=switch)
         return {"loss": F.cross_entropy(model(images), targets)}

@@ -334,10 +334,10 @@ def resolve_config(config: Config, run: Run | None, source: Source, world: World
     if frozen.devices != world.size:
         check_shares(asked.optim, world.size)
         log.warning(
-            "Going on with %d processes instead of %s: the same samples in the same order, but sums, and so the last "
-            "bits, differ.",
+            "Resuming on %d ranks instead of %s: the samples and their order are the same, %s.",
             world.size,
             frozen.devices,
+            effect_of_ranks(frozen, world.size),
         )
         frozen = replace(frozen, devices=world.size)
     if frozen.data.fingerprint is not None and source.has_fingerprint(frozen.data.fingerprint):
@@ -357,6 +357,16 @@ def resolve_config(config: Config, run: Run | None, source: Source, world: World
             f"it, choose another directory, or start a new run from its weights with --init-from {run.path}."
         )
     return frozen
+
+
+def effect_of_ranks(config: Config, ranks: int) -> str:
+    """Return what another number of ranks changes beside the order of samples."""
+    if config.model.name.startswith("resnet"):
+        return "but batch norm has statistics of other micro-batches"
+    sizes = [config.optim.batch_size // (count * config.optim.accumulate) for count in (config.devices or 1, ranks)]
+    if config.objective.name == "finetuning" and any(size % 2 for size in sizes):
+        return "but mixup and cutmix make other pairs, because a micro-batch has an odd size"
+    return "but sums, and so the last bits, differ"
 
 
 def finished(run: Run, config: Config) -> dict[str, Any] | None:

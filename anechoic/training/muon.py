@@ -23,6 +23,7 @@ UPDATE_SCALE = 0.2
 # From this ratio of sides on, iterating on the small Gram matrix costs less than on the matrix itself.
 GRAM_RATIO = 2
 EPS = 1e-7
+FUSED = ("cpu", "cuda", "mps", "xpu")
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
@@ -64,6 +65,12 @@ def _iterate_gram(x: Tensor) -> Tensor:
     return product @ x
 
 
+def adamw(groups: list[dict[str, Any]], **options: Any) -> torch.optim.AdamW:
+    """Return AdamW with one fused kernel per group, where the device has one."""
+    fused = all(parameter.device.type in FUSED for group in groups for parameter in group["params"])
+    return torch.optim.AdamW(groups, fused=fused, **options)
+
+
 class Muon(torch.optim.Optimizer):
     """Groups with "algorithm": "muon" hold matrices and move by orthogonalized Nesterov momentum; others by AdamW.
 
@@ -93,7 +100,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, defaults)
         rest = [group for group in self.param_groups if group["algorithm"] == "adamw"]
         # The groups are the same objects and the state is shared at each step, so this one's life shows in ours.
-        self.adamw = torch.optim.AdamW(rest, lr=lr, betas=betas, eps=eps, fused=True) if rest else None
+        self.adamw = adamw(rest, lr=lr, betas=betas, eps=eps) if rest else None
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

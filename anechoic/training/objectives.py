@@ -47,7 +47,7 @@ def supervised(*, label_smoothing: float = 0.0) -> Objective:
     """Cross-entropy of the model's logits (B, K) with labels: class numbers (B,), or soft targets (B, K)."""
 
     def loss(model: Any, batch: Samples, generator: SampleGenerator) -> dict[str, Tensor]:
-        assert batch.labels is not None, "the engine refuses this objective on data without labels"
+        assert batch.labels is not None, "the training loop requires labels for this objective"
         logits = model(batch.images)
         classes = batch.labels if batch.labels.ndim == 1 else batch.labels.argmax(dim=1)
         accuracy = (logits.detach().argmax(dim=1) == classes).float().mean()

@@ -8,12 +8,14 @@ import zipfile
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import anechoic
 from anechoic.cli.main import main
-from anechoic.config import OptimConfig, from_json, to_json
+from anechoic.config import IMAGENET_MEAN, IMAGENET_STD, OptimConfig, from_json, to_json
+from anechoic.data.preprocess import Preprocess
 from anechoic.errors import UserError
 from anechoic.models import model_config
 from anechoic.recipes import recipe, table
@@ -67,6 +69,24 @@ def test_baselines_differ_in_nothing_else():
         assert replace(residual, shortcut=decayed.shortcut, recipe=decayed.recipe) == decayed
     plain = model_config("mae_base_patch16", **recipe("mae_in1k_plain").model.options)
     assert (plain.skips, plain.zero_init, plain.encoder_norm) == (False, False, True)
+
+
+@pytest.mark.parametrize("name", table())
+def test_preprocess_of_every_recipe_is_inverted(name):
+    """invert(apply(x)) is x: pixels in 0 .. 1, and latents as they are."""
+    config = recipe(name)
+    channels = config.data.channels
+    default = (IMAGENET_MEAN, IMAGENET_STD) if channels == 3 else ((0.5,) * channels, (0.5,) * channels)
+    preprocess = Preprocess(config.data.mean or default[0], config.data.std or default[1], 4, channels)
+    if channels in (1, 3):
+        pixels = torch.arange(256, dtype=torch.uint8).view(-1, 1, 4, 4).expand(-1, channels, -1, -1)
+        torch.testing.assert_close(preprocess.invert(preprocess.apply(pixels)), pixels / 255)
+    else:
+        latents = torch.randn(2, channels, 4, 4)
+        assert torch.equal(preprocess.invert(preprocess.apply(latents)), latents)
+        old = {**preprocess.to_json(), "std": [1 / 255] * channels}  # as version 0.1 wrote it
+        assert Preprocess.from_json(old) == preprocess
+        assert from_json({"data": {"channels": 4, "mean": [0.0] * 4, "std": old["std"]}}).data.std == (1.0,) * 4
 
 
 def test_a_misspelt_recipe_is_answered():

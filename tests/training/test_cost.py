@@ -16,6 +16,7 @@ from tiny_runs import cost_config
 from anechoic.cli.main import main
 from anechoic.cli.planning import budget_of
 from anechoic.recipes import recipe
+from anechoic.training.build import make_model, make_optimizer
 from anechoic.training.cost import DEVICES, memory_by_part, passes_of, plan
 
 pytestmark = pytest.mark.slow
@@ -127,12 +128,28 @@ def test_laws_of_memory_and_time(mae) -> None:
     assert whole["weights"] == 4 * 117_038_848
     assert parts(lambda c: replace(c, recompute=True))["activations"] < 0.4 * whole["activations"]
     averaged = parts(lambda c: replace(c, optim=replace(c.optim, ema=0.999)))
-    assert averaged["averaged weights"] == whole["weights"]
+    assert averaged["EMA"] == whole["weights"]
     hours = [plan(config, mae, gpus=n, device=device, samples=IN100).hours for n in (1, 2, 4, 8)]
     assert hours == sorted(hours, reverse=True)
     slow = plan(config, mae, gpus=8, device=device, samples=IN100, images_per_second=100)
     assert slow.bound == "decoding images"
     assert slow.hours == pytest.approx(IN100 / 100 / 3600)
+
+
+def test_memory_of_muon_has_one_momentum_for_the_matrices_it_updates() -> None:
+    """Compared with the state that both optimizers really make."""
+    config = cost_config()
+    passes = passes_of(config)
+    model = make_model(config)
+    for algorithm in ("adamw", "muon"):
+        chosen = replace(config, optim=replace(config.optim, algorithm=algorithm))
+        optimizer = make_optimizer(model, chosen.optim)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        state = (value for values in optimizer.state.values() for value in values.values())
+        expected = sum(value.numel() * value.element_size() for value in state if value.ndim)
+        assert memory_by_part(chosen, passes, 4, gpus=1, fsdp=False)["optimizer"] == expected
 
 
 def test_the_verb_plan(capsys) -> None:
