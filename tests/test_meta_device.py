@@ -24,8 +24,8 @@ from anechoic.data.preprocess import Preprocess
 from anechoic.diffusion.process import PROCESSES
 from anechoic.diffusion.samplers import SAMPLERS, Guidance, sample_batch
 from anechoic.errors import UserError
-from anechoic.eval import features, frechet
-from anechoic.eval.metrics import analysis, knn, logistic, probe
+from anechoic.eval import features, frechet, projections
+from anechoic.eval.metrics import echo, knn, logistic, probe_heads, rank
 from anechoic.rng import SampleGenerator
 from anechoic.runtime.distributed import World
 from anechoic.runtime.signals import Stop
@@ -129,8 +129,8 @@ def test_list_names_functions_that_exist() -> None:
 
 def test_a_hidden_read_is_found() -> None:
     with Reads() as mode:
-        analysis.mean_cosine(features_of(), features_of())
-    assert "eval.metrics.analysis.mean_cosine" in mode.places
+        echo.mean_cosine(features_of(), features_of())
+    assert "eval.metrics.echo.mean_cosine" in mode.places
 
 
 # ---- training
@@ -234,10 +234,10 @@ def labels_of(classes: int = 3) -> torch.Tensor:
 
 
 METRICS = {
-    "effective rank": lambda: analysis.effective_rank(features_of()),
-    "CKA": lambda: analysis.linear_cka(features_of(), features_of(9)),
-    "cosine": lambda: analysis.mean_cosine(features_of(), features_of()),
-    "colors": lambda: analysis.eigenvector_colors(torch.empty(2, 4, 4, 12, device=META)),
+    "effective rank": lambda: rank.effective_rank(features_of()),
+    "CKA": lambda: echo.linear_cka(features_of(), features_of(9)),
+    "cosine": lambda: echo.mean_cosine(features_of(), features_of()),
+    "colors": lambda: projections.eigenvector_colors(torch.empty(2, 4, 4, 12, device=META)),
     "neighbors": lambda: knn.nearest(features_of(), features_of(), k=5),
     "vote": lambda: knn.vote(
         knn.Neighbors(features_of(5), torch.zeros(40, 5, dtype=torch.int64, device=META)),
@@ -262,10 +262,10 @@ def test_metric(reads: Reads, name: str) -> None:
 
 @pytest.mark.parametrize("norm", [False, True])
 def test_probe_step(reads: Reads, norm: bool) -> None:
-    settings = [probe.Setting(0.1, 0.0), probe.Setting(0.01, 1e-4)]
+    settings = [probe_heads.Setting(0.1, 0.0), probe_heads.Setting(0.01, 1e-4)]
     with META:
-        heads = probe.Heads(2, 12, 3, settings, norm=norm)
-    optimizer = probe.LARS(probe.param_groups(heads, settings), lr=0.1)
+        heads = probe_heads.Heads(2, 12, 3, settings, norm=norm)
+    optimizer = probe_heads.LARS(probe_heads.param_groups(heads, settings), lr=0.1)
     x = torch.empty(2, 40, 12, device=META)
     heads.loss(x, labels_of()).backward()
     optimizer.step()
