@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 PATIENCE = 300  # seconds; the machine may be busy
-WARM = ["anechoic.cli.training", "anechoic.cli.main", "anechoic.training.loop", "sklearn.datasets"]
+WARM = ["anechoic.cli.train", "anechoic.cli.main", "anechoic.training.loop", "sklearn.datasets"]
 
 
 class Command:

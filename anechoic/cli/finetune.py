@@ -1,4 +1,4 @@
-"""The verb that carries a pre-trained encoder over to labels: finetune."""
+"""The command `finetune`: a pre-trained encoder and a new head on labels."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+from anechoic.cli._command import training_command
+from anechoic.cli.options import Data, Devices, DryRun, ImageSize, Out, RunDirectory, Seed, Test
 from anechoic.outcome import Outcome
 
 
+@training_command
 def finetune(
-    run: str,
+    run: RunDirectory,
+    data: Data,
     /,
     *,
-    train: str,
-    out: Path,
-    test: str | None = None,
+    out: Out,
+    test: Test = None,
     epochs: float = 100,
     batch_size: int | None = None,
     base_lr: float = 5e-4,
@@ -27,36 +30,29 @@ def finetune(
     smoothing: float = 0.1,
     magnitude: float = 9.0,
     erase: float = 0.25,
-    image_size: int | None = None,
-    seed: int = 0,
-    devices: int | None = None,
-    dry_run: bool = False,
+    image_size: ImageSize = None,
+    seed: Seed = 0,
+    devices: Devices = None,
+    dry_run: DryRun = False,
 ) -> Outcome:
-    """Train a pre-trained encoder and a new head on labels: MAE's recipe, every weight moves.
+    """Train a pre-trained encoder and a new head on labels: MAE's recipe, all weights are trained.
 
-    The same command again goes on where it stopped.
+    RUN is a masked autoencoder or vision transformer. DATA needs labels: a sub-folder's name, the column or array
+    `label`. The same command resumes.
 
-    Example: anechoic finetune runs/mine --train photos/train --test photos/val --out runs/mine-labels --epochs 50
+    Example: anechoic finetune runs/mine photos/train --test photos/val --out runs/mine-labels --epochs 50
 
     Args:
-        run: run, model or checkpoint directory of a masked autoencoder or vision transformer.
-        train: labeled images; a sub-folder's name, the column or array `label` is the label.
-        out: the new run directory.
-        test: labeled images to test on at the end; without it, the held-out part of train counts.
         epochs: passes over the data.
         batch_size: samples per update; by default up to 1024, fewer for little data.
         base_lr: learning rate per 256 samples of the batch.
         layer_decay: factor of the learning rate from each block to the one below it.
-        drop_path: how often the last block's branches are left out; earlier blocks proportionally less.
+        drop_path: probability of dropping the last block's branches; earlier blocks proportionally less.
         mixup: mixes pairs of images with a share from Beta(mixup, mixup); 0 is off.
         cutmix: pastes boxes with a share from Beta(cutmix, cutmix); 0 is off.
         smoothing: share of the label spread over all classes.
         magnitude: strength of RandAugment, up to 10; 0 is off.
-        erase: how often a box of an image is replaced by noise.
-        image_size: side of the images, if other than the encoder's own.
-        seed: of the head, order, crops and augmentation.
-        devices: processes that share each batch.
-        dry_run: print the config and stop.
+        erase: probability of replacing a box of an image by noise.
     """
     import json
 
@@ -71,8 +67,9 @@ def finetune(
         "magnitude": magnitude,
         "erase": erase,
     }
+    out, train = Path(out), str(data)
     config = finetune_config(
-        run,
+        str(run),
         train,
         image_size=image_size,
         optim={"epochs": epochs, "batch_size": batch_size, "base_lr": base_lr, "layer_decay": layer_decay},
@@ -87,7 +84,7 @@ def finetune(
     metrics: dict[str, Any] = dict(results["metrics"])
     text = f"{out} is fine-tuned: {metrics['seen']:,} samples seen"
     if test is not None:
-        metrics["accuracy"] = accuracy_on(out, train, test)
+        metrics["accuracy"] = accuracy_on(out, train, str(test))
         text += f", top-1 on {test}: {100 * metrics['accuracy']:.2f} %"
     elif "held_out_accuracy" in metrics:
         metrics["accuracy"] = metrics["held_out_accuracy"]
@@ -106,7 +103,7 @@ def finetune_config(
     seed: int,
     devices: int | None,
 ) -> Any:
-    """The recipe with the encoder's sizes and shortcuts, the number of classes and the weights to start from."""
+    """Return the recipe with the encoder's sizes and shortcuts, the number of classes and the initial weights."""
     from dataclasses import replace
 
     from anechoic.config import ModelConfig, ObjectiveConfig, ShortcutConfig
@@ -180,7 +177,7 @@ def finetune_config(
 
 
 def named_size(encoder: Any) -> tuple[str, dict[str, Any]]:
-    """The name of the vision transformer that is nearest to the encoder, and the options in which it differs.
+    """Return the name of the vision transformer that is nearest to the encoder, and the options in which it differs.
 
     Nearest: fewest options that make up the size differ, then by the smallest change of width.
     """
@@ -203,7 +200,7 @@ def named_size(encoder: Any) -> tuple[str, dict[str, Any]]:
 
 
 def accuracy_on(run: Path, train: str, test: str) -> float:
-    """Top-1 of the model on center crops of the test images; classes are matched by name where they have names."""
+    """Return the top-1 accuracy on center crops of the test images; classes are matched by name if they have one."""
     from anechoic.eval.encoders import run_encoder
     from anechoic.eval.eval_data import open_eval_data
     from anechoic.eval.evaluator import EvalSpec, Evaluator

@@ -1,26 +1,60 @@
-"""What there is: the verbs that list models and recipes."""
+"""The command `list`: what can be named in other commands."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from anechoic.choices import Listed
+from anechoic.cli._command import command
+from anechoic.errors import UserError
 from anechoic.outcome import Outcome
 
+COLUMNS = ("Cost", "Expect")
+WIDTH = 58
 
-def models(*, filter: str = "") -> Outcome:
-    """List every model by name with its number of trainable parameters, without allocating one.
 
-    Example: anechoic models --filter mae_
+@command
+def listing(what: Listed, name: str | None = None, /, *, filter: str = "") -> Outcome:
+    """List models with their number of parameters, recipes with their cost, metrics or data sources.
+
+    Example: anechoic list recipes --filter pocket
 
     Args:
+        what: models, recipes, metrics or sources.
+        name: one of them, to read all about it.
         filter: only names that contain this text.
     """
+    if name is not None and what == "recipes":
+        return one_recipe(name)
+    found = LISTS[what]()
+    chosen = {entry: row for entry, row in found.items() if filter in entry and name in (None, entry)}
+    if not chosen:
+        wanted = f"is named {name!r}" if name is not None else f"has {filter!r} in its name"
+        raise UserError(f"None of the {what} {wanted}: anechoic list {what} lists them all.")
+    if what == "models":
+        return models_outcome(list(chosen))
+    from anechoic.pages.tables import text_table
+
+    columns = ["recipe", "trains", "cost", "expect"] if what == "recipes" else [what[:-1], "description"]
+    rows = [[entry, *(summary(doc) if what == "recipes" else [doc])] for entry, doc in chosen.items()]
+    text = text_table(columns, rows)
+    if what == "recipes":
+        text += "\n\nanechoic list recipes NAME prints all settings of one of them."
+    return Outcome(config={}, metrics={what: chosen}, text=text)
+
+
+def models() -> dict[str, str]:
+    from anechoic.models import MODELS
+
+    return {name: family for name, (family, _) in MODELS.items()}
+
+
+def models_outcome(names: list[str]) -> Outcome:
+    """Count the parameters on the meta device, which allocates none."""
     import torch
 
-    from anechoic.errors import UserError
-    from anechoic.models import MODELS, build_model
+    from anechoic.models import build_model
 
-    names = [name for name in MODELS if filter in name]
-    if not names:
-        raise UserError(f"No model's name contains {filter!r}: anechoic models lists them all.")
     counts = {}
     for name in names:
         with torch.device("meta"):
@@ -30,47 +64,62 @@ def models(*, filter: str = "") -> Outcome:
     return Outcome(config={}, metrics={"trainable": counts}, text=text)
 
 
-def recipes(name: str | None = None, /, *, filter: str = "") -> Outcome:
-    """List every recipe with its cost and the number to expect; with a name, all about that one.
-
-    Example: anechoic recipes --filter pocket
-
-    Args:
-        name: a recipe, to read its command and all its settings.
-        filter: only names that contain this text.
-    """
+def recipes() -> dict[str, str]:
     import inspect
+
+    from anechoic.recipes import table
+
+    return {name: inspect.getdoc(function) or "" for name, function in table().items()}
+
+
+def one_recipe(name: str) -> Outcome:
     import json
 
     from anechoic.config import to_json
-    from anechoic.errors import UserError
-    from anechoic.pages.tables import text_table
-    from anechoic.recipes import recipe, table
+    from anechoic.recipes import recipe
 
-    if name is not None:
-        config = to_json(recipe(name))
-        doc = inspect.getdoc(table()[name]) or ""
-        text = f"{name}: {doc}\n\n{json.dumps(config, indent=2)}"
-        return Outcome(config={}, metrics={"recipes": {name: doc}, "settings": config}, text=text)
-    chosen = {name: inspect.getdoc(function) or "" for name, function in table().items() if filter in name}
-    if not chosen:
-        raise UserError(f"No recipe's name contains {filter!r}: anechoic recipes lists them all.")
-    rows = [[name, *described(doc)] for name, doc in chosen.items()]
-    text = text_table(["recipe", "trains", "cost", "expect"], rows)
-    return Outcome(
-        config={}, metrics={"recipes": chosen}, text=f"{text}\n\nanechoic recipes NAME tells all about one of them."
-    )
+    config = to_json(recipe(name))
+    doc = recipes()[name]
+    text = f"{name}: {doc}\n\n{json.dumps(config, indent=2)}"
+    return Outcome(config={}, metrics={"recipes": {name: doc}, "settings": config}, text=text)
 
 
-def described(doc: str) -> list[str]:
-    """What a recipe trains, its cost and what to expect, from its docstring; each short enough for a line."""
+def metrics() -> dict[str, str]:
+    from anechoic.cli.evaluate import metric_descriptions
+
+    return metric_descriptions()
+
+
+def sources() -> dict[str, str]:
+    return {
+        "digits[:train|:test]": "8 x 8 handwritten digits with labels, embedded",
+        "scenes[:train|:test][:NUMBER]": "drawn color scenes with labels, embedded",
+        "emoji[:train|:test][:style=NAME][:label=thing]": "emoji in several styles with labels, embedded",
+        "FOLDER": "images at any depth; the name of a sub-folder is the label",
+        "LIST.txt|.lst|.list|.tsv": "one path per line, with an optional label",
+        "FILE.zip, FILE.tar": "an archive of images",
+        "NAME-{000..127}.tar": "WebDataset shards, local or by URL",
+        "SHARDS": "a folder that anechoic tools shard wrote, or its URL",
+        "FILE.parquet": "columns image and label, or a folder of such files",
+        "FILE.npz, FILE.npy": "arrays images and labels",
+        "LATENTS": "a folder that anechoic tools encode-latents wrote",
+        "hf:NAME[:SPLIT]": "a data set of the Hugging Face hub",
+    }
+
+
+LISTS: dict[Listed, Callable[[], dict[str, str]]] = {
+    "models": models,
+    "recipes": recipes,
+    "metrics": metrics,
+    "sources": sources,
+}
+
+
+def summary(doc: str) -> list[str]:
+    """Return what a recipe trains, its cost and the number to expect, each short enough for a line."""
     lines = [line.strip() for line in doc.splitlines()]
-    told = [next((line.partition(":")[2] for line in lines if line.startswith(f"{word}:")), "") for word in WORDS]
-    return [shortened(text.strip().rstrip(".")) for text in (lines[0], *told)]
-
-
-WORDS = ("Cost", "Expect")
-WIDTH = 58
+    values = [next((line.partition(":")[2] for line in lines if line.startswith(f"{word}:")), "") for word in COLUMNS]
+    return [shortened(text.strip().rstrip(".")) for text in (lines[0], *values)]
 
 
 def shortened(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The command line: `anechoic VERB ...` calls the verb of that name in `anechoic.cli`, its arguments typed by tyro."""
+"""The command line: `anechoic COMMAND ...` calls the function of that command; tyro parses its arguments."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import tyro
 from tqdm.auto import tqdm
 
 from anechoic import __version__
-from anechoic.cli import VERBS, verb
-from anechoic.cli.arguments import alternatives
+from anechoic.choices import Listed, names
+from anechoic.cli import command_names, find_command
+from anechoic.cli._command import alternatives
+from anechoic.cli._renamed import COMMANDS_BEFORE, OPTIONS_BEFORE
 from anechoic.config import Section, checking, settings
 from anechoic.errors import UserError, nearest_name
 from anechoic.recipes import recipe, table
@@ -31,35 +33,38 @@ from anechoic.runtime.subprocesses import exit_when_parent_exits
 USER_MISTAKE = 2
 READER_GONE = 128 + 13  # as a shell reports a process that SIGPIPE ended
 INTERRUPTED = 128 + 2  # and one that Ctrl-C ended
-# What the system says of a place that cannot be read or written; any other of its errors is a defect.
-PLACES_AT_FAULT = {
+# Errors of the system about a path that cannot be read or written; any other is a defect.
+PATH_ERRORS = {
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR),
     *(errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG),
 }
 
 
 def summary(name: str) -> str:
-    return (inspect.getdoc(verb(name)) or "").split("\n", 1)[0]
+    try:
+        return (inspect.getdoc(find_command(name)) or "").split("\n", 1)[0]
+    except UserError as problem:
+        return str(problem)
 
 
-def overview() -> str:
-    width = max(map(len, VERBS))
-    rows = [f"  {name:<{width}}  {summary(name)}" for name in VERBS]
+def overview(names: Sequence[str]) -> str:
+    width = max(map(len, names))
     return "\n".join(
         [
-            "usage: anechoic VERB ... [--json]",
+            "usage: anechoic COMMAND ... [--json]",
             "",
             "Generative representation learners whose identity shortcuts decay with depth.",
             "",
-            *rows,
+            *(f"  {name:<{width}}  {summary(name)}" for name in names),
             "",
-            "anechoic VERB --help explains a verb and shows an example.",
+            "anechoic COMMAND --help explains a command and shows an example. anechoic --version prints the version,",
+            "anechoic --completion bash|zsh|fish a script that completes commands and options.",
         ]
     )
 
 
 def with_json_flag(function: Callable) -> Callable:
-    """The verb with one more flag, --json, and without a return value: it prints instead."""
+    """Return the command with one more option, --json, and without a return value: it prints instead."""
 
     @functools.wraps(function)
     def run(*args: object, json: bool, **kwargs: object) -> None:
@@ -76,22 +81,36 @@ def with_json_flag(function: Callable) -> Callable:
 
 
 def in_help(parameter: inspect.Parameter) -> Any:
-    """The annotation with what the help shows: arguments by their names, flags as `flag_in_help` words them."""
-    hint, default = parameter.annotation, parameter.default
+    """Return the annotation as tyro parses it and as the help shows it: arguments by their names."""
+    hint, default = for_tyro(parameter.annotation), parameter.default
     if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
         word = parameter.name.upper() + (" ..." if get_origin(alternatives(hint)[0]) is tuple else "")
         needed = default is inspect.Parameter.empty
-        told = tyro.conf.arg(metavar=word, help_behavior_hint="(required)" if needed else "(optional)")
-        return Annotated[hint, told] if alternatives(hint)[0] in (str, Path) or "..." in word else hint
+        shown = tyro.conf.arg(metavar=word, help_behavior_hint="(required)" if needed else "(optional)")
+        return Annotated[hint, shown] if alternatives(hint)[0] in (str, Path) or "..." in word else hint
     return flag_in_help(hint, default)
 
 
+def for_tyro(hint: Any) -> Any:
+    """Sequence[int] -> tuple[int, ...], whose defaults tyro can show; str | Path -> str; inside unions too."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return Annotated[(for_tyro(parts[0]), *parts[1:])]
+    if origin is Sequence:
+        return tuple.__class_getitem__((for_tyro(parts[0]), ...))
+    if origin in (Union, UnionType):
+        return Union[tuple(for_tyro(part) for part in parts if part is not Path)]  # noqa: UP007
+    return hint
+
+
 def flag_in_help(hint: Any, default: Any) -> Any:
-    """The annotation of what may be left out says so, instead of `{None}|STR (default: None)`."""
+    """Return the annotation of an option that may be omitted, without `{None}|STR (default: None)` in its help."""
     choices = [choice for choice in alternatives(hint) if choice is not NoneType]
     if len(choices) == len(alternatives(hint)):
         return hint
     metavar = "|".join(dict.fromkeys(word for choice in choices for word in words_for(choice)))
+    if get_origin(hint) is Annotated:
+        metavar = next((named for mark in get_args(hint)[1:] if (named := getattr(mark, "metavar", None))), metavar)
     optional = "(optional)" if default is None else None
     return Annotated[hint, tyro.conf.arg(metavar=metavar, help_behavior_hint=optional)]
 
@@ -109,7 +128,7 @@ REGISTRY = tyro.constructors.ConstructorRegistry()
 
 @REGISTRY.struct_rule
 def settings_in_help(info: tyro.constructors.StructTypeInfo) -> tyro.constructors.StructConstructorSpec | None:
-    """The settings of a recipe, worded as the flags of verbs are."""
+    """Return the settings of a recipe, worded as the options of commands are."""
     if not (isinstance(info.type, type) and issubclass(info.type, Section) and isinstance(info.default, info.type)):
         return None
     texts = checking.descriptions(info.type)
@@ -136,60 +155,82 @@ def show(outcome: object, *, as_json: bool) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     exit_when_parent_exits()
     if argv is None:  # this is the whole program
-        warnings.showwarning = tell_warning
+        warnings.showwarning = print_warning
         logging.getLogger("anechoic").addHandler(Messages())
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = answer(arguments)
         sys.stdout.flush()
     except UserError as error:
-        say(f"anechoic: {error}")
+        print_message(f"anechoic: {error}")
         return USER_MISTAKE
     except BrokenPipeError:
-        # The reader, such as `head`, has seen enough; nothing more can be written, not even at exit.
+        # The reader, such as `head`, has exited; nothing more can be written, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_GONE
     except KeyboardInterrupt:
         return INTERRUPTED
     except OSError as problem:
-        if problem.errno not in PLACES_AT_FAULT:
+        if problem.errno not in PATH_ERRORS:
             raise
         where = "" if problem.filename is None else f"{problem.filename}: "
-        say(f"anechoic: {where}{problem.strerror}; choose another place, or free this one.")
+        print_message(f"anechoic: {where}{problem.strerror}; choose another path, or free this one.")
         return USER_MISTAKE
-    except InterruptedRun as stopped:
+    except InterruptedRun as interrupted:
         if argv is None:
-            leave(128 + stopped.signal_number)
+            leave(128 + interrupted.signal_number)
         raise
     return code
 
 
 def answer(arguments: list[str]) -> int:
-    """What the words after `anechoic` ask for; returns the exit code."""
+    """Run the command line and return the exit code."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(overview())
+        print(overview(command_names()))
         return 0
     if arguments[0] == "--version":
         print(f"anechoic {__version__}")
         return 0
-    name, *rest = arguments
-    if name not in VERBS:
-        raise UserError(f"there is no verb {name!r}; {nearest_name(name, VERBS)}")
+    if arguments[0] == "--completion":
+        print(completion_script(arguments[1:]))
+        return 0
+    name, rest = split_name(arguments)
+    if not name:
+        print(overview([tool for tool in command_names() if tool.startswith("tools ")]))
+        return 0
+    if rest[-2:] == ["--metrics", "help"]:
+        name, rest = "list", ["metrics", *rest[:-2]]
     refuse_misplaced(name, rest)
-    tyro.cli(with_json_flag(verb(name)), prog=f"anechoic {name}", args=rest, registry=REGISTRY)
+    tyro.cli(with_json_flag(find_command(name)), prog=f"anechoic {name}", args=rest, registry=REGISTRY)
     return 0
 
 
-# ---- flags of other verbs
+def split_name(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """["tools", "plan", ...] -> ("tools plan", [...]); the name is empty for a list of the tools."""
+    name, *rest = arguments
+    if name == "tools":
+        if not rest or rest[0] in ("-h", "--help"):
+            return "", rest
+        name, *rest = f"tools {rest[0]}", *rest[1:]
+    names = command_names()
+    if name in names:
+        return name, rest
+    if name in COMMANDS_BEFORE:
+        raise UserError(f"The command {name} is now: {COMMANDS_BEFORE[name]}")
+    raise UserError(f"There is no command {name!r}; {nearest_name(name, names)}")
+
+
+# ---- options of other commands
 
 
 def flags_of(name: str) -> set[str]:
-    """Every flag of a verb; of one whose argument is a whole config, the settings too."""
+    """Return every option of a command; of one whose argument is a whole config, the settings too."""
     flags = {"--help", "--json", "--no-json"}
-    hints = inspect.get_annotations(verb(name), eval_str=True)
-    for parameter in inspect.signature(verb(name)).parameters.values():
+    function = find_command(name)
+    hints = inspect.get_annotations(function, eval_str=True)
+    for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-            flags |= switches(parameter.name, hints[parameter.name] is bool)
+            flags |= switches(parameter.name, alternatives(hints[parameter.name]) == (bool,))
         elif parameter.name == "recipe" and hints[parameter.name] is not str:
             for setting, value in settings(recipe(next(iter(table())))):
                 flags |= switches(setting, isinstance(value, bool))
@@ -203,23 +244,25 @@ def switches(name: str, is_switch: bool) -> set[str]:
 
 
 def refuse_misplaced(name: str, words: Sequence[str]) -> None:
-    """A flag that this verb lacks is answered with where it is, if another verb has it or it is called otherwise here,
-    or with the nearest of its own. So is a recipe that does not exist.
+    """Refuse an option that this command lacks, and a recipe that does not exist, with a sentence that helps.
 
-    What follows -- is another command's.
+    The sentence names the new option of a renamed one, the option of that name here or in another command, or the
+    nearest one. Words after -- belong to another command.
     """
     own = flags_of(name)
     if name == "train" and words and not words[0].startswith("-") and words[0] not in table():
-        raise UserError(f"there is no recipe {words[0]!r}; {nearest_name(words[0], table())}")
+        raise UserError(f"There is no recipe {words[0]!r}; {nearest_name(words[0], table())}")
     for word in itertools.takewhile(lambda word: word != "--", words):
         flag = word.partition("=")[0].replace("_", "-")
         if not flag.startswith("--") or flag in own or any(flag.startswith(f"{other}.") for other in own):
             continue
+        if flag in OPTIONS_BEFORE:
+            raise UserError(f"{name} has no {flag}: {OPTIONS_BEFORE[flag]}")
         last = flag.strip("-").rpartition(".")[2]
         here = sorted(other for other in own if other.strip("-").rpartition(".")[2] == last)
         if here:
             raise UserError(f"{name} has no {flag}; here it is {' or '.join(here)}.")
-        others = [other for other in VERBS if flag in flags_of(other)]
+        others = [other for other in command_names() if flag in flags_of(other)]
         if others:
             raise UserError(
                 f"{name} has no {flag}, which is an option of {', '.join(others[:3])}; anechoic {name} --help lists "
@@ -228,22 +271,34 @@ def refuse_misplaced(name: str, words: Sequence[str]) -> None:
         raise UserError(f"{name} has no {flag}; {nearest_name(flag, sorted(own))}")
 
 
+# ---- completion
+
+
+def completion_script(words: Sequence[str]) -> str:
+    from anechoic.cli._completion import SHELLS, script
+
+    if len(words) != 1 or words[0] not in SHELLS:
+        raise UserError(f"--completion takes the name of a shell: {', '.join(SHELLS)}.")
+    positions = {"train": sorted(table()), "list": list(names(Listed))}
+    return script(words[0], {name: sorted([*flags_of(name), *positions.get(name, ())]) for name in command_names()})
+
+
 # ---- messages beside a progress bar
 
 
-def say(text: str) -> None:
-    """To stderr, on a line of its own though a progress bar may be on the last one."""
+def print_message(text: str) -> None:
+    """Print to stderr, on a line of its own beside a progress bar."""
     tqdm.write(text, file=sys.stderr)
 
 
-def tell_warning(message: Warning | str, *rest: object, **more: object) -> None:
-    """A warning in one line; where in the code it was raised helps nobody who types commands."""
-    say(f"anechoic: {message}")
+def print_warning(message: Warning | str, *rest: object, **more: object) -> None:
+    """Print a warning in one line, without the place in the code."""
+    print_message(f"anechoic: {message}")
 
 
 class Messages(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        say(f"anechoic: {record.getMessage()}")
+        print_message(f"anechoic: {record.getMessage()}")
 
 
 if __name__ == "__main__":

@@ -117,11 +117,11 @@ def as_source(images: Any, *, channels: int) -> tuple[Source, bool]:
 
 def load(path: str | Path) -> Any:
     """A model in eval mode with `.embed(images)` and `.preprocess`: of a run, model or checkpoint directory the network
-    itself, with `.config`; of timm:NAME or hf:FOLDER an encoder around it (`.model`).
+    itself, with `.config`; of timm:NAME or transformers:FOLDER an encoder around it (`.model`).
 
     Of a run that averages its weights, the averaged ones.
     """
-    if str(path).startswith(("timm:", "hf:")):
+    if str(path).startswith(("timm:", "hf:", "transformers:")):
         return open_encoder(path)
     return load_network(path)
 

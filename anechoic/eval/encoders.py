@@ -102,12 +102,14 @@ class Encoder:
 
 
 def open_encoder(spec: str | Path, *, image_size: int | None = None) -> Encoder:
-    """A run, model or checkpoint directory; timm:NAME, timm:NAME:random; hf:FOLDER."""
+    """A run, model or checkpoint directory; timm:NAME, timm:NAME:random; transformers:FOLDER."""
     family, _, rest = str(spec).partition(":")
     if family == "timm" and rest:
         encoder = timm_encoder(rest)
-    elif family == "hf" and rest:
+    elif family == "transformers" and rest:
         encoder = transformers_encoder(rest)
+    elif family == "hf" and rest:
+        raise UserError(f"hf: names data sets. For a model write transformers:{rest}.")
     else:
         encoder = run_encoder(spec)
     return encoder if image_size is None else resized(encoder, image_size)
@@ -149,7 +151,7 @@ def encoder_of(model: Any, *, name: str) -> Encoder:
     from anechoic.models import build, family_of
 
     if family_of(model.config) in ("uvit", "sit"):
-        raise UserError(f"{name} is a diffusion model, whose features depend on the noise: use anechoic probe --noise.")
+        raise UserError(f"{name} is a diffusion model, whose features depend on the noise: give levels with --noise.")
     return Encoder(name, model, model.preprocess, untrained=lambda: build(model.config).eval())
 
 
@@ -280,7 +282,7 @@ def transformers_encoder(folder: str) -> Encoder:
         if Path(folder).is_dir():
             with torch.device("meta"):
                 count = sum(parameter.numel() for parameter in AutoModel.from_config(config).parameters())
-            refuse_unbacked(count, Path(folder), where=f"hf:{folder}")
+            refuse_unbacked(count, Path(folder), where=f"transformers:{folder}")
         model, told = AutoModel.from_pretrained(
             folder, config=config, trust_remote_code=False, output_loading_info=True, weights_only=True
         )
@@ -288,7 +290,7 @@ def transformers_encoder(folder: str) -> Encoder:
         raise
     # transformers meets damaged folders with almost any exception.
     except Exception as error:
-        raise UserError(f"hf:{folder} cannot be loaded: {reason(error)}.") from error
+        raise UserError(f"transformers:{folder} cannot be loaded: {reason(error)}.") from error
     finally:
         logging.set_verbosity(verbosity)
     refuse_misfit(folder, told)
@@ -297,13 +299,13 @@ def transformers_encoder(folder: str) -> Encoder:
     lists = {name: part for name, part in model.named_modules() if isinstance(part, nn.ModuleList)}
     paths = [name for name, part in lists.items() if len(part) == getattr(config, "num_hidden_layers", None)]
     if not isinstance(size, int) or not isinstance(patch, int) or not channels or not paths:
-        raise UserError(f"hf:{folder} holds a {type(model).__name__}, which is no plain vision transformer.")
+        raise UserError(f"transformers:{folder} holds a {type(model).__name__}, which is no plain vision transformer.")
     try:
         with torch.inference_mode():
             tokens = call_transformers(model, torch.zeros(1, channels, size, size)).last_hidden_state
     except Exception as error:  # as above
         raise UserError(
-            f"hf:{folder} cannot be used: its config does not describe a working model ({reason(error)})."
+            f"transformers:{folder} cannot be used: its config does not describe a working model ({reason(error)})."
         ) from error
     prefix = tokens.shape[1] - (size // patch) ** 2
     mean, std = transformers_statistics(folder, channels)
@@ -312,7 +314,7 @@ def transformers_encoder(folder: str) -> Encoder:
         return TransformersEncoder(AutoModel.from_config(config).eval(), prefix, paths[0])
 
     wrapped = TransformersEncoder(model, prefix, paths[0])
-    return Encoder(f"hf:{Path(folder).name}", wrapped, Preprocess(mean, std, size, channels), fresh)
+    return Encoder(f"transformers:{Path(folder).name}", wrapped, Preprocess(mean, std, size, channels), fresh)
 
 
 def transformers_statistics(folder: str, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -338,14 +340,14 @@ def refuse_code(folder: str) -> None:
     if not path.is_dir():
         return  # a name on the hub: transformers reads it as data
     if not (path / "config.json").is_file():
-        raise UserError(f"hf:{folder} has no config.json: give a folder written by save_pretrained.")
+        raise UserError(f"transformers:{folder} has no config.json: give a folder written by save_pretrained.")
     refuse_odd_files(path)
     card = read_table(path / "config.json")
     refuse_giants(card, where=str(path / "config.json"))
     if "auto_map" in card:
         raise UserError(
-            f"hf:{folder} asks for code of its own to be run (auto_map in its config.json), which is refused: give a "
-            f"model of a class that transformers has."
+            f"transformers:{folder} asks for code of its own to be run (auto_map in its config.json), which is "
+            f"refused: give a model of a class that transformers has."
         )
 
 
@@ -355,8 +357,8 @@ def refuse_misfit(folder: str, told: Mapping[str, Any]) -> None:
     lost += [str(item[0] if isinstance(item, tuple) else item) for item in told.get("mismatched_keys", ())]
     if lost:
         raise UserError(
-            f"The weights in hf:{folder} do not fit the network its config.json describes: {min(lost)} is missing or "
-            f"of another shape{f', and {len(lost) - 1} more' if len(lost) > 1 else ''}."
+            f"The weights in transformers:{folder} do not fit the network its config.json describes: {min(lost)} is "
+            f"missing or of another shape{f', and {len(lost) - 1} more' if len(lost) > 1 else ''}."
         )
 
 

@@ -16,15 +16,14 @@ GEMM_SIDE = 2048
 
 @dataclass(frozen=True)
 class Options:
-    """What every benchmark is told. images: a folder of JPEGs; small: a source of small images; "" makes some up;
-    fused: train on the fused path; verb: name -> function, for the benchmark of the verbs' memory."""
+    """The options of every benchmark. images: a folder of JPEGs; small: a source of small images; "" takes embedded
+    ones; fused: train on the fused path."""
 
     rounds: int = 5
     images: str = ""
     small: str = ""
     workers: int = 0
     fused: bool = True
-    verb: Callable[[str], Callable] | None = None
 
 
 @dataclass(frozen=True)

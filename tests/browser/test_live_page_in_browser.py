@@ -9,7 +9,7 @@ import pytest
 from browser import embedded, fits, showing
 from serving import jpeg, serving, small_config, start_training, wait_for
 
-from anechoic.cli import verb
+import anechoic
 from anechoic.config import OptimConfig, SaveConfig
 from anechoic.data import open_source
 from anechoic.runtime.run import read_metrics
@@ -52,7 +52,7 @@ def told(page, selector, text, *, seconds=90):
 
 
 def test_the_report_shows_the_numbers_it_holds(browser, run, tmp_path):
-    found = verb("report")((run,), output=tmp_path / "report.html", samples=100)
+    found = anechoic.report((run,), out=tmp_path / "report.html", samples=100)
     with showing(browser, tmp_path / "report.html") as page:
         assert embedded(page) == found.metrics
         (told,) = found.metrics["runs"]

@@ -10,7 +10,7 @@ from browser import contrast, embedded, fits, showing
 from tiny_pages import everything, picture
 from tiny_runs import write_run
 
-from anechoic.cli import verb
+import anechoic
 from anechoic.pages.html import page, write_page
 
 pytestmark = pytest.mark.slow
@@ -25,8 +25,8 @@ def pages(tmp_path_factory):
         (photos / f"folder {i % 3}").mkdir(parents=True, exist_ok=True)
         picture(i).save(photos / f"folder {i % 3}" / f"{i:02d}.png")
     picture(0).save(photos / "folder 1" / 'copy, "again".png')
-    explored = verb("explore")(str(run), str(photos), output=folder / "explore.html")
-    found = verb("search")(str(run), str(photos), ("0", "5"), k=6, output=folder / "near.html")
+    explored = anechoic.explore(str(run), str(photos), out=folder / "explore.html")
+    found = anechoic.search(str(run), str(photos), ("0", "5"), k=6, out=folder / "near.html")
     return folder, explored, found
 
 

@@ -1,4 +1,4 @@
-"""The verbs embed, knn, probe, analyze and segment, through the command line, on runs of ours and on other models."""
+"""The commands evaluate and embed on runs of ours and on models of other libraries."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from anechoic.runtime.checkpoint import model_card, save, write_model
 
 pytestmark = pytest.mark.slow
 
+LAYERS, POOLINGS = ("rank", "echo", "silhouette", "knn", "stream"), ("class", "mean")
 SMALL = {"dim": 24, "depth": 2, "num_heads": 2, "decoder_dim": 16, "decoder_depth": 2, "decoder_num_heads": 2}
 
 
@@ -41,7 +42,7 @@ def cli(*arguments):
 
 
 def answer(*arguments):
-    """The metrics of a verb called with --json; NaN and infinity are not JSON, so they may not appear."""
+    """The metrics of a command called with --json; NaN and infinity are not JSON, so they may not appear."""
     code, out, err = cli(*arguments, "--json")
     assert code == 0, err
     return json.loads(out, parse_constant=pytest.fail)["metrics"]
@@ -86,52 +87,66 @@ def cifar(shared_data, tmp_path_factory):
     return folder
 
 
-def test_verbs_on_a_run_trained_on_digits(digits_run, tmp_path):
-    parts = ("--train", "digits:train", "--test", "digits:test")
-    found = answer("knn", digits_run, *parts, "--k", 5, 20)
+def test_evaluate_a_run_trained_on_digits(digits_run, tmp_path):
+    parts = ("digits:train", "--test", "digits:test", "--metrics")
+    found = answer("evaluate", digits_run, *parts, "knn", "--k", 5, 20)
     names = {row["encoder"] for row in found["rows"]}
     assert names == {"digits", "untrained", "raw pixels", "constant"}
-    by_name = {(row["encoder"], row["pooling"]): row["accuracy"]["20"] for row in found["rows"]}
+    by_name = {(row["encoder"], row["pooling"]): row["knn_by_k"]["20"] for row in found["rows"]}
     assert by_name["raw pixels", "mean"] > 0.9
     assert by_name["constant", "mean"] < 0.2
-    assert found["accuracy"] > 0.2
+    assert found["knn"] > 0.2
 
-    found = answer("probe", digits_run, *parts, "--layers", "all", "--no-baselines")
+    found = answer("evaluate", digits_run, *parts, "probe", "--layers", "all", "--no-baselines")
     assert len(found["rows"]) == 3 * 3
-    assert found["accuracy"] > 0.3
+    assert found["probe"] > 0.3
 
-    found = answer("probe", digits_run, *parts, "--protocol", "in100", "--epochs", 2, "--batch-size", 128)
+    found = answer("evaluate", digits_run, *parts, "probe", "--protocol", "in100", "--epochs", 2, "--batch-size", 128)
     assert found["rows"][0]["pooling"] == "all"
-    found = answer("probe", digits_run, *parts, "--protocol", "mae", "--epochs", 2, "--batch-size", 512)
+    found = answer("evaluate", digits_run, *parts, "probe", "--protocol", "mae", "--epochs", 2, "--batch-size", 512)
     assert [row["pooling"] for row in found["rows"]] == ["class"]
 
-    found = answer("analyze", digits_run, "digits:test", "--figures", tmp_path / "figures")
+    figures = tmp_path / "figures"
+    options = ("--metrics", *LAYERS, "--pooling", *POOLINGS, "--figures", figures)
+    found = answer("evaluate", digits_run, "digits:test", *options)
     own = [row for row in found["rows"] if row["encoder"] == "digits"]
-    assert [(row["layer"], row["pooling"]) for row in own] == [(k, p) for p in ("class", "mean") for k in range(3)]
+    assert [(row["layer"], row["pooling"]) for row in own] == [(k, p) for k in range(3) for p in POOLINGS]
     assert own[0]["gain"] == 1
-    assert own[2]["gain"] == pytest.approx(math.prod([1.0, 0.9, 0.8, 0.7]))
+    assert own[4]["gain"] == pytest.approx(math.prod([1.0, 0.9, 0.8, 0.7]))
     assert all(0 <= row["cka"] <= 1 + 1e-9 for row in own)
     constant = next(row for row in found["rows"] if row["encoder"] == "constant")
     assert (constant["rank_rows"], constant["rank_columns"], constant["cka"]) == (0, 0, 0)
-    drawn = {path.name for path in (tmp_path / "figures").iterdir()}
+    drawn = {path.name for path in figures.iterdir()}
     kinds = ("layers", "tsne", "neighbors", "maps", "reconstructions")
     assert drawn == {f"{kind}.{suffix}" for kind in kinds for suffix in ("png", "svg")}
 
 
-def test_verbs_on_a_run_trained_on_parquet(cifar):
-    parts = ("--train", cifar / "train.parquet", "--test", cifar / "test.parquet")
-    found = answer("knn", cifar / "run", *parts, "--k", 10)
+def test_evaluate_a_run_trained_on_parquet(cifar):
+    parts = (cifar / "train.parquet", "--test", cifar / "test.parquet", "--metrics")
+    found = answer("evaluate", cifar / "run", *parts, "knn", "--k", 10)
     assert found["classes"] == 100
     assert (found["train_samples"], found["test_samples"]) == (600, 200)
-    assert answer("probe", cifar / "run", *parts, "--pooling", "mean", "--no-baselines")["accuracy"] >= 0
-    rows = answer("analyze", cifar / "run", cifar / "test.parquet")["rows"]
+    assert answer("evaluate", cifar / "run", *parts, "probe", "--pooling", "mean", "--no-baselines")["probe"] >= 0
+    rows = answer("evaluate", cifar / "run", cifar / "test.parquet", "--metrics", *LAYERS)["rows"]
     assert {row["encoder"] for row in rows} == {"run", "untrained", "raw pixels", "constant"}
 
 
 def test_segment_on_camvid(cifar, shared_data, tmp_path):
     found = answer(
-        *("segment", cifar / "run", shared_data / "camvid" / "val", "--void", 11, "--samples", 4, "--epochs", 2),
-        *("--channels", 12, "--image-size", 32, "--baselines", "--figures", tmp_path),
+        *("evaluate", cifar / "run", shared_data / "camvid" / "val", "--metrics", "segment", "--void", 11),
+        *(
+            "--samples",
+            4,
+            "--epochs",
+            2,
+            "--segment-channels",
+            12,
+            "--image-size",
+            32,
+            "--baselines",
+            "--figures",
+            tmp_path,
+        ),
     )
     assert [row["encoder"] for row in found["rows"]] == ["run", "untrained"]
     for row in found["rows"]:
@@ -287,7 +302,7 @@ def vit_mae_folder(tmp_path_factory):
 
 
 def test_a_transformers_masked_autoencoder_is_read_without_masking(vit_mae_folder):
-    encoder = open_encoder(f"hf:{vit_mae_folder}")
+    encoder = open_encoder(f"transformers:{vit_mae_folder}")
     images = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         first, second = encoder.model(images), encoder.model(images)
@@ -303,14 +318,16 @@ def test_a_transformers_masked_autoencoder_is_read_without_masking(vit_mae_folde
 
 
 def test_analyze_a_transformers_model(vit_mae_folder):
-    first, second = (answer("analyze", "--model", f"hf:{vit_mae_folder}", "scenes:test:40") for _ in range(2))
+    first, second = (
+        answer("evaluate", f"transformers:{vit_mae_folder}", "scenes:test:40", "--metrics", *LAYERS) for _ in range(2)
+    )
     assert first["rows"] == second["rows"]
-    assert {row["encoder"] for row in first["rows"]} == {"hf:vit-mae", "untrained", "raw pixels", "constant"}
+    assert {row["encoder"] for row in first["rows"]} == {"transformers:vit-mae", "untrained", "raw pixels", "constant"}
 
 
 def test_timm_models(tmp_path):
     found = answer(
-        *("knn", "--model", "timm:vit_tiny_patch16_224:random", "--train", "scenes:train:60", "--k", 5),
+        *("evaluate", "timm:vit_tiny_patch16_224:random", "scenes:train:60", "--metrics", "knn", "--k", 5),
         *("--image-size", 224, "--pooling", "class", "--no-baselines"),
     )
     assert [row["layer"] for row in found["rows"]] == [13]  # twelve blocks and the final norm
@@ -325,7 +342,9 @@ def test_timm_models(tmp_path):
     [("hf", 8), ("hf", 32), ("timm:test_vit", 80), ("timm:test_vit", 320), ("timm:resnet18", 32)],
 )
 def test_encoders_of_other_libraries_take_images_of_another_side(vit_mae_folder, spec, image_size):
-    encoder = open_encoder(f"hf:{vit_mae_folder}" if spec == "hf" else f"{spec}:random", image_size=image_size)
+    encoder = open_encoder(
+        f"transformers:{vit_mae_folder}" if spec == "hf" else f"{spec}:random", image_size=image_size
+    )
     images = torch.randn(2, 3, image_size, image_size)
     for network in (encoder.model, encoder.untrained()):
         assert torch.isfinite(network(images)).all()
@@ -353,13 +372,13 @@ def test_a_denoiser_is_probed_at_noise_levels(tmp_path):
         optim=replace(config.optim, batch_size=64, epochs=None, samples=128),
     )
     fit(config, tmp_path / "run")
-    assert "probe --noise" in mistake("knn", tmp_path / "run", "--train", "digits:train")
+    assert "--noise" in mistake("evaluate", tmp_path / "run", "digits:train")
     found = answer(
-        *("probe", tmp_path / "run", "--train", "digits:train", "--test", "digits:test"),
+        *("evaluate", tmp_path / "run", "digits:train", "--test", "digits:test", "--metrics", "probe"),
         *("--noise", 0.05, 0.3, "--layers", 1, 2),
     )
     assert {(row["layer"], row["noise"]) for row in found["rows"]} == {(k, t) for k in (1, 2) for t in (0.05, 0.3)}
-    assert found["accuracy"] <= found["test_selected_maximum"]["accuracy"]
+    assert found["probe"] <= found["chosen"]["probe"]["test_maximum"]
 
 
 # ---- dynamics
@@ -375,7 +394,7 @@ def test_dynamics_over_checkpoints(tmp_path):
             card = model_card(model, Preprocess((0.5,), (0.5,), 16, 1))
             save(run / "checkpoints", seen=seen, tensors={"model": model.state_dict()}, card=card, state={})
         runs.append(run)
-    found = answer("analyze", runs[0], "digits:test", "--runs", *runs[1:], "--figures", tmp_path)
+    found = answer("evaluate", runs[0], "digits:test", "--runs", *runs[1:], "--figures", tmp_path)
     assert [(point["alpha_min"], point["seen"]) for point in found["points"]] == [
         (alpha, seen) for alpha in (0.6, 0.8, 1.0) for seen in (64, 128)
     ]
@@ -410,26 +429,30 @@ def pictures(tmp_path):
 
 def test_mistakes_are_one_clear_sentence(digits_run, pictures, tmp_path):
     sorted_, loose = pictures / "sorted", pictures / "loose"
-    assert "folder per class" in mistake("knn", digits_run, "--train", loose)
-    assert "at least two classes" in mistake("knn", digits_run, "--train", pictures / "single")
-    assert "k = 200 is more than the 10 train samples" in mistake("knn", digits_run, "--train", sorted_, "--k", 200)
-    assert "Data is missing" in mistake("knn", digits_run)
-    assert "Name one encoder" in mistake("knn", "--train", sorted_)
-    assert "Name one encoder" in mistake("knn", digits_run, "--model", "timm:x", "--train", sorted_)
-    assert "no run or model directory" in mistake("knn", tmp_path / "nowhere", "--train", sorted_)
+
+    def wrong(run, data, *words):
+        return mistake("evaluate", run, data, *words)
+
+    knn, probe = ("--metrics", "knn"), ("--metrics", "probe")
+    assert "folder per class" in wrong(digits_run, loose, *knn)
+    assert "at least two classes" in wrong(digits_run, pictures / "single", *knn)
+    assert "k = 200 is more than the 10 train samples" in wrong(digits_run, sorted_, *knn, "--k", 200)
+    assert "no run or model directory" in wrong(tmp_path / "nowhere", sorted_)
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
-    assert "has not saved yet" in mistake("knn", tmp_path / "empty", "--train", sorted_)
-    assert "between 0 and 1" in mistake("probe", digits_run, "--train", sorted_, "--holdout", 2)
-    assert "no layer 7" in mistake("probe", digits_run, "--train", sorted_, "--layers", 7)
+    assert "has not saved yet" in wrong(tmp_path / "empty", sorted_)
+    assert "between 0 and 1" in wrong(digits_run, sorted_, *probe, "--holdout", 2)
+    assert "no layer 7" in wrong(digits_run, sorted_, *probe, "--layers", 7)
+    assert "There is no metric 'knnn'; did you mean knn?" in wrong(digits_run, sorted_, "--metrics", "knnn")
+    assert "at least 2 samples" in wrong(digits_run, loose, "--samples", 1)
+    assert "There is no data" in wrong(digits_run, tmp_path / "nothing")
+    assert "timm has no model" in wrong("timm:vit_tiny_pach16", sorted_)
+    assert "has no config.json" in wrong(f"transformers:{tmp_path}", sorted_)
+    assert "For a model write transformers:folder" in wrong("hf:folder", sorted_)
+    assert "folders images and masks" in wrong(digits_run, loose, "--metrics", "segment")
+    assert "without other --metrics" in wrong(digits_run, loose, "--metrics", "segment", "knn")
+    assert "name a run directory" in wrong("timm:x", sorted_, "--noise", 0.1)
     assert ".npz" in mistake("embed", digits_run, loose, "-o", tmp_path / "out.txt")
-    assert "Data is missing" in mistake("embed", digits_run, "-o", tmp_path / "out.npz")
-    assert "at least 2 samples" in mistake("analyze", digits_run, loose, "--samples", 1)
-    assert "There is no data" in mistake("analyze", digits_run, tmp_path / "nothing")
-    assert "timm has no model" in mistake("knn", "--model", "timm:vit_tiny_pach16", "--train", sorted_)
-    assert "has no config.json" in mistake("knn", "--model", f"hf:{tmp_path}", "--train", sorted_)
-    assert "folders images and masks" in mistake("segment", digits_run, loose)
     assert "no device 'gpu'" in mistake("embed", digits_run, "digits:test", "-o", tmp_path / "x.npz", "--device", "gpu")
-    assert "name a run directory" in mistake("probe", "--model", "timm:x", "--train", sorted_, "--noise", 0.1)
 
 
 def test_images_of_another_kind_than_the_model_s(digits_run, tmp_path):
@@ -444,10 +467,9 @@ def test_damaged_weights_are_noticed(tmp_path):
         model.class_token.fill_(math.nan)
     card = model_card(model, Preprocess((0.5,), (0.5,), 16, 1))
     write_model(tmp_path / "model", model.state_dict(), card)
-    for verb in (("knn",), ("probe",), ("probe", "--protocol", "in100", "--epochs", 1)):
-        sentence = mistake(verb[0], tmp_path / "model", "--train", "digits:train", "--test", "digits:test", *verb[1:])
-        assert "NaN" in sentence
-    assert "NaN" in mistake("analyze", tmp_path / "model", "digits:test")
+    model = ("evaluate", tmp_path / "model", "digits:train", "--test", "digits:test", "--metrics")
+    for words in (["knn"], ["probe"], ["probe", "--protocol", "in100", "--epochs", 1], ["rank"]):
+        assert "NaN" in mistake(*model, *words)
 
 
 def test_a_held_out_part_is_disjoint_and_seeded():

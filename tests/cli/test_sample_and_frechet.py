@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from anechoic.cli.evaluating import noisy_outcome
 from PIL import Image
 from safetensors.torch import load_file
 
 import anechoic
-from anechoic.cli.evaluating import noisy_outcome
 from anechoic.cli.main import main
 from anechoic.config import Config, OptimConfig, SaveConfig, ValidationConfig
 from anechoic.data.preprocess import Preprocess

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the drivers start as scrip
 from processes import alive, descendants
 
 import anechoic.cli.main
-import anechoic.cli.training
+import anechoic.cli.train
 import anechoic.training.loop  # all once, here: a training is a fork of this process and starts at once
 from anechoic.runtime import checkpoint
 

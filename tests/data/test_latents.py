@@ -214,21 +214,23 @@ def test_latents_without_an_autoencoder_ask_for_one(run: Path) -> None:
 def test_images_reach_a_denoiser_of_latents_through_the_autoencoder(run: Path, tmp_path: Path) -> None:
     images = np.random.default_rng(1).integers(0, 256, (60, 16, 16, 3), dtype=np.uint8)
     np.savez(tmp_path / "pictures.npz", images=images, labels=np.arange(60) % 4)
-    found = anechoic.probe(str(run), train=str(tmp_path / "pictures.npz"), noise=(0.1,)).metrics
+    found = anechoic.evaluate(str(run), str(tmp_path / "pictures.npz"), metrics="probe", noise=(0.1,)).metrics
     assert [row["layer"] for row in found["rows"]] == [0, 1, 2, 3]
 
 
 # ---- mistakes -------------------------------------------------------------------------------------------------------
 
 
-def test_the_verb_encodes_and_refuses_what_is_no_autoencoder(
+def test_encode_latents_encodes_and_refuses_what_is_no_autoencoder(
     vae_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     assert (
         main(
             [
+                "tools",
                 "encode-latents",
                 "scenes:6",
+                "--out",
                 str(tmp_path / "out"),
                 "--vae",
                 str(vae_folder),
@@ -243,7 +245,7 @@ def test_the_verb_encodes_and_refuses_what_is_no_autoencoder(
     assert read_card(tmp_path / "out").scale == 0.18215
 
     def mistake(*arguments: object) -> str:
-        assert main(["encode-latents", "scenes:6", *map(str, arguments)]) == 2
+        assert main(["tools", "encode-latents", "scenes:6", "--out", *map(str, arguments)]) == 2
         return capsys.readouterr().err.strip().splitlines()[-1]
 
     assert "exists already" in mistake(tmp_path / "out", "--vae", vae_folder, "--image-size", 16)

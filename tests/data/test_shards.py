@@ -185,7 +185,7 @@ def test_unreadable_images_are_left_out_and_named(photos: Path, tmp_path: Path, 
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(path.read_bytes())
     (root / "cats" / "00.jpg").write_bytes(b"no image")
-    assert main(["shard", str(root), str(tmp_path / "out"), "--labels", "--json"]) == 0
+    assert main(["tools", "shard", str(root), "-o", str(tmp_path / "out"), "--labels", "--json"]) == 0
     metrics = json.loads(capsys.readouterr().out)["metrics"]
     assert metrics["images"] == 39
     assert [item["name"] for item in metrics["skipped"]] == ["cats/00.jpg"]
@@ -193,7 +193,7 @@ def test_unreadable_images_are_left_out_and_named(photos: Path, tmp_path: Path, 
 
 
 def test_arrays_become_png(tmp_path: Path, capsys) -> None:
-    assert main(["shard", "digits:test", str(tmp_path / "out"), "--labels", "--channels", "1"]) == 0
+    assert main(["tools", "shard", "digits:test", "-o", str(tmp_path / "out"), "--labels", "--channels", "1"]) == 0
     before, after = (
         open_source("digits:test", labels=True, channels=1),
         open_source(tmp_path / "out", labels=True, channels=1),
@@ -206,9 +206,9 @@ def test_arrays_become_png(tmp_path: Path, capsys) -> None:
 
 def test_mistakes_leave_nothing_behind(photos: Path, tmp_path: Path, capsys) -> None:
     (tmp_path / "there").mkdir()
-    assert main(["shard", str(photos), str(tmp_path / "there")]) == 2
-    assert main(["shard", str(photos), str(tmp_path / "new"), "--shard-bytes", "10"]) == 2
-    assert main(["shard", str(photos), str(tmp_path / "new"), "--labels"]) == 0
+    assert main(["tools", "shard", str(photos), "-o", str(tmp_path / "there")]) == 2
+    assert main(["tools", "shard", str(photos), "-o", str(tmp_path / "new"), "--shard-bytes", "10"]) == 2
+    assert main(["tools", "shard", str(photos), "-o", str(tmp_path / "new"), "--labels"]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "there"]
     write_shards(open_source(photos), tmp_path / "bare")
     with pytest.raises(UserError, match="have no labels"):

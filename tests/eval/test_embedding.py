@@ -45,7 +45,7 @@ def expected(place, model):
 
 
 def test_a_folder_is_embedded_as_the_command_does(place, expected, tmp_path):
-    anechoic.embed(str(place / "model"), str(place / "photos"), output=str(tmp_path / "v.npz"))
+    anechoic.embed(str(place / "model"), str(place / "photos"), out=str(tmp_path / "v.npz"))
     with np.load(tmp_path / "v.npz") as written:
         np.testing.assert_array_equal(written["features"], expected)
         assert expected.names == tuple(written["names"])

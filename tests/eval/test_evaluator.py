@@ -256,32 +256,32 @@ def test_latents_need_real_images_before_they_are_trained_on(tmp_path):
 
 
 def test_a_receipt_reruns(model_dir):
-    """Every argument is in the JSON, so the same verb with it gives the same numbers."""
-    first = anechoic.knn(str(model_dir), train="digits:train", test="digits:test", layers=(1,), pooling=("mean",))
+    """Every argument is in the JSON, so the same command with it returns the same numbers."""
+    first = anechoic.evaluate(
+        str(model_dir), "digits:train", test="digits:test", metrics=["knn"], layers=(1,), pooling=("mean",)
+    )
     config = json.loads(json.dumps(first.to_json()["config"]))
     assert {"k", "layers", "pooling", "image_size", "temperature", "holdout", "device", "baselines"} <= config.keys()
-    again = anechoic.knn(
-        config.pop("run"), **{name: tuple(v) if isinstance(v, list) else v for name, v in config.items()}
-    )
+    again = anechoic.evaluate(config.pop("run"), config.pop("data"), **config)
     assert again.metrics == first.metrics
 
 
 def test_defaults_of_knn_adapt_to_few_samples(model_dir, brightness):
-    found = anechoic.knn(str(model_dir), train=str(brightness), baselines=False)
-    assert list(found.metrics["rows"][0]["accuracy"]) == ["10", "20"]
+    found = anechoic.evaluate(str(model_dir), str(brightness), baselines=False)
+    assert list(found.metrics["rows"][0]["knn_by_k"]) == [10, 20]
     assert found.metrics["skipped"][0]["name"] == "dark/03.png"
 
 
 @pytest.mark.parametrize("scaling", ["standardized", "whitened"])
 def test_the_vote_of_scaled_features_is_the_metric_of_that_name(model_dir, digits, scaling):
-    parts = {"train": "digits:train", "test": "digits:test"}
-    found = anechoic.knn(str(model_dir), **parts, k=(5, 20), pooling=("mean",), scaling=scaling)
+    parts = {"test": "digits:test", "metrics": "knn"}
+    found = anechoic.evaluate(str(model_dir), "digits:train", **parts, k=(5, 20), pooling=("mean",), scaling=scaling)
     spec = EvalSpec((f"knn_{scaling}",), poolings=("mean",), neighbors=(20,))
     expected = Evaluator(spec, cached=False).run(open_encoder(str(model_dir)), digits).rows[0][f"knn_{scaling}"]
-    rows = {row["encoder"]: row["accuracy"] for row in found.metrics["rows"]}
-    assert rows.pop(model_dir.name)["20"] == expected
+    rows = {row["encoder"]: row[f"knn_{scaling}_by_k"] for row in found.metrics["rows"]}
+    assert rows.pop(model_dir.name)[20] == expected
     assert set(rows) == {"untrained", "constant"} | ({"raw pixels"} if scaling == "standardized" else set())
-    assert f"top-1 of {scaling} features" in found.text
+    assert found.metrics["chosen"]["knn"]["scaling"] == scaling
 
 
 # ---- threads

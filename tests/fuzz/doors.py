@@ -338,7 +338,7 @@ def make_transformers(folder: Path) -> None:
 def enter_transformers(path: Path) -> str:
     from anechoic.eval.encoders import open_encoder
 
-    return str(open_encoder(f"hf:{path}").widths)
+    return str(open_encoder(f"transformers:{path}").widths)
 
 
 def make_vae(folder: Path) -> None:

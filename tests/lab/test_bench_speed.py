@@ -12,15 +12,14 @@ from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-import anechoic
-from anechoic.cli import verb
 from anechoic.data import Augment, Loader, open_source
 from anechoic.models import build_model
 from anechoic.pages.figures import draw_growth
-from anechoic_lab.bench import command as measuring
-from anechoic_lab.bench import embed, growth, sample, verbs
+from anechoic_lab.bench import commands, embed, growth, sample
 from anechoic_lab.bench.memory import peak_memory_mb
 from anechoic_lab.bench.timing import Timing, interleave, row_without_peer, table
+from anechoic_lab.cli import bench as measuring
+from anechoic_lab.cli.bench import bench
 
 KEYS = {"work", "ours", "peer", "ratio", "low", "high", "fraction_of_gemm", "memory_mb"}
 TINY = {"dim": 24, "depth": 2, "num_heads": 2}
@@ -83,22 +82,22 @@ def test_peak_memory_is_that_of_the_work():
 
 
 def test_command_memory_is_measured_in_a_subprocess(tmp_path):
-    assert peak_memory_mb(verbs.call, verb, "models", (), {}, str(tmp_path)) > 50
+    assert peak_memory_mb(commands.call, "list", ("models",), {}, str(tmp_path)) > 50
 
 
 def test_bench_all_keeps_rows_when_one_benchmark_fails(monkeypatch):
     def failing(options):
         raise RuntimeError("no room")
 
-    names = {"embed": "anechoic_lab.bench.embed", "memory": "anechoic_lab.bench.verbs"}
+    names = {"embed": "anechoic_lab.bench.embed", "memory": "anechoic_lab.bench.commands"}
     monkeypatch.setattr(measuring, "BENCHMARKS", names)
     monkeypatch.setattr(embed, "run", lambda options: [row_without_peer("embed", 1.5, memory_mb=300)])
-    monkeypatch.setattr(verbs, "run", failing)
-    found = anechoic.bench("all")
+    monkeypatch.setattr(commands, "run", failing)
+    found = bench("all")
     assert [row["benchmark"] for row in found.metrics["rows"]] == ["embed"]
     assert found.text.endswith("memory failed: RuntimeError: no room")
     with pytest.raises(RuntimeError):
-        anechoic.bench("memory")
+        bench("memory")
 
 
 def test_interleave_does_not_warm_up_warm_contestants():

@@ -7,11 +7,11 @@ import json
 import pytest
 
 from anechoic.cli.main import main
-from anechoic.cli.reproducing import refuse_failures
 from anechoic.config import differences
 from anechoic.errors import UserError
 from anechoic.recipes import recipe
 from anechoic.storage.files import write_json
+from anechoic.sweeps.batch import refuse_failures
 from anechoic.sweeps.sweep import Folders, vary
 from anechoic.sweeps.trial import EvalPlan, is_file
 from anechoic.training.build import check
@@ -184,7 +184,7 @@ def test_table_4_has_the_numbers_of_the_paper(metric):
 @pytest.mark.parametrize("scale", catalog.SCALES)
 def test_dry_run_lists_every_trial_and_writes_nothing(scale, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, out, error = cli("reproduce", "all", "--scale", scale, "--dry-run", "--data", tmp_path, "--json")
+    code, out, error = cli("reproduce", "all", "--scale", scale, "--dry-run", "--data-root", tmp_path, "--json")
     assert code == 0, error
     found = json.loads(out)["metrics"]
     grids = catalog.choose("all", scale)
@@ -224,7 +224,7 @@ def test_map_is_not_available_at_full_scale():
 
 
 def test_missing_data_is_refused_before_training(tmp_path):
-    arguments = ("--data", tmp_path, "--results", tmp_path / "results", "--runs", tmp_path / "runs")
+    arguments = ("--data-root", tmp_path, "--results", tmp_path / "results", "--runs", tmp_path / "runs")
     error = error_of("reproduce", "table2", *arguments)
     assert "There is no cifar100/" in error
     assert "--data" in error
@@ -235,7 +235,7 @@ def test_missing_evaluation_data_is_refused_before_training(tmp_path):
     folder = tmp_path / "data" / "cifar100"
     folder.mkdir(parents=True)
     (folder / "train.parquet").write_text("never opened")
-    arguments = ("--data", tmp_path / "data", "--results", tmp_path / "results", "--runs", tmp_path / "runs")
+    arguments = ("--data-root", tmp_path / "data", "--results", tmp_path / "results", "--runs", tmp_path / "runs")
     assert "There is no cifar100/test.parquet" in error_of("reproduce", "table2", *arguments)
     assert not (tmp_path / "runs").exists()
 
@@ -249,8 +249,8 @@ def test_missing_evaluation_data_is_refused_before_training(tmp_path):
         (("--vary", "shortcut.alpha_mni", 0.5), "did you mean shortcut.alpha_min?"),
         (("--vary", "shortcut.alpha_min", 3), "must be between"),
         (("--vary", "seed", 1, 2), "--seeds N"),
-        (("--train", "digits:train"), "give both --train and --test"),
-        (("--train", "fnord", "--test", "digits:test"), "There is no fnord in"),
+        (("digits:train",), "give both DATA and --test"),
+        (("fnord", "--test", "digits:test"), "There is no fnord in"),
     ],
 )
 def test_sweep_refuses_wrong_arguments(arguments, words, tmp_path):
@@ -270,7 +270,7 @@ def test_sweep_time_depends_on_jobs(tmp_path):
 
 
 def test_failed_trials_are_reported_with_what_to_do():
-    with pytest.raises(UserError, match=r"a-seed0 and 1 more failed \(it broke\). The records of the others are kept"):
+    with pytest.raises(UserError, match=r"a-seed0 and 1 more failed \(it broke\)\. The records of the others"):
         refuse_failures({"a-seed0": "it broke", "b-seed1": "too"})
     refuse_failures({})
 
@@ -320,7 +320,7 @@ def json_config(name):
     from dataclasses import replace
     from pathlib import Path
 
-    from anechoic.cli.reproducing import with_samples
+    from anechoic.cli.sweep import with_samples
 
     config = replace(recipe(name), threads=1, devices=1)
     return config if config.optim.samples is not None else with_samples(config, Path())

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from constructed_records import POCKET_GRIDS, SEEDS, fill, page, pictures_of, tables_of, with_probes, write_record
 
-import anechoic
 from anechoic.sweeps.evaluation import packed, unpacked
+from anechoic_lab.cli.reproduce import reproduce
 from anechoic_lab.paper import full, pocket
 from anechoic_lab.records.markdown_tables import difference_table, measured_table, signed
 from anechoic_lab.records.pages import write_index
@@ -166,7 +166,7 @@ def test_index_counts_records_and_minutes(tmp_path):
 @pytest.mark.usefixtures("unrendered")
 def test_documentation_pages_match_the_records(tmp_path):
     root = Path(__file__).parents[2]
-    anechoic.reproduce("all", results=root / "results" / "evidence", report=tmp_path)
+    reproduce("all", results=root / "results" / "evidence", report=tmp_path)
     written = {path.name: path.read_text() for path in tmp_path.glob("*.md")}
     assert written == {path.name: path.read_text() for path in (root / "docs" / "evidence").glob("*.md")}
 
@@ -174,7 +174,7 @@ def test_documentation_pages_match_the_records(tmp_path):
 @pytest.mark.usefixtures("unrendered")
 def test_all_writes_the_pages_that_have_records(tmp_path):
     fill(tmp_path / "results", pocket.TABLE1)
-    report = anechoic.reproduce("all", results=tmp_path / "results", report=tmp_path / "out")
+    report = reproduce("all", results=tmp_path / "results", report=tmp_path / "out")
     pages = {Path(page).name for page in report.metrics["pages"]}
     assert pages > {"table1.md", "tally.md", "README.md"}
     assert "cifar.md" not in pages

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from zoo import DECODER, TINY, ZOO, inputs, make, outputs
 
-from anechoic import Shortcut, build_model
-from anechoic.cli.list import models
+from anechoic import Shortcut, build_model, listing
 from anechoic.models import MODELS, build, from_json, to_json
 from anechoic.models.layers import Block, patchify, unpatchify
 from anechoic.models.sit import ModulatedBlock
@@ -49,11 +48,11 @@ def test_parameter_counts(name, options, trainable, positions):
 
 
 def test_the_listing_counts_without_allocating():
-    listed = models().metrics["trainable"]
+    listed = listing("models").metrics["trainable"]
     assert list(listed) == list(MODELS)
     assert listed["mae_base_patch16"] == 117_038_848
     assert listed["uvit_small"] == 44_255_328
-    assert set(models(filter="sit_").metrics["trainable"]) == {n for n in MODELS if "sit_" in n}
+    assert set(listing("models", filter="sit_").metrics["trainable"]) == {n for n in MODELS if "sit_" in n}
 
 
 @pytest.mark.parametrize("case", ZOO)

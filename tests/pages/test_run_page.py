@@ -102,7 +102,7 @@ def test_curves_are_those_of_the_run(single, runs):
 
 def test_runs_are_compared_over_their_seeds(runs, tmp_path):
     paths = sorted(runs.glob("alpha*"), reverse=True)
-    found = anechoic.report(paths, output=tmp_path / "page.html", samples=200)
+    found = anechoic.report(paths, out=tmp_path / "page.html", samples=200)
     rows = {(row["arm"], row["measure"]): row for row in found.metrics["comparison"]}
     assert {arm for arm, _ in rows} == {"alpha_min 1", "alpha_min 0.6"}
     values = {run["name"]: run["measures"]["knn"] for run in found.metrics["runs"]}
@@ -128,14 +128,14 @@ def test_a_run_without_its_data_still_has_a_page(runs, tmp_path, monkeypatch):
     changed["data"]["source"] = str(tmp_path / "gone")
     write_json(moved / "config.json", changed)
     write_json(moved / "env.json", sealed({**unsealed(read_json(moved / "env.json")), "config": changed}))
-    (run,) = anechoic.report([moved], output=tmp_path / "page.html").metrics["runs"]
+    (run,) = anechoic.report([moved], out=tmp_path / "page.html").metrics["runs"]
     assert run["verdict"] is None
     assert [sentence.split(":")[0] for sentence in run["missing"]] == [
         "There is no verdict",
         "The layers were not measured",
     ]
     assert run["curves"]["train"]["loss"]
-    (run,) = anechoic.report([moved], data="digits:test", output=tmp_path / "page.html", samples=100).metrics["runs"]
+    (run,) = anechoic.report([moved], data="digits:test", out=tmp_path / "page.html", samples=100).metrics["runs"]
     assert run["verdict"]["signals"]["images"] > 64
     assert run["layers"]
 
@@ -146,7 +146,7 @@ def test_a_training_that_goes_on_has_a_page(tmp_path):
     fit(config(), run)
     for name in ("results.json", "model", "checkpoints"):
         (run / name).rename(tmp_path / name)
-    (found,) = anechoic.report([run], output=tmp_path / "page.html").metrics["runs"]
+    (found,) = anechoic.report([run], out=tmp_path / "page.html").metrics["runs"]
     assert "holds no weights" in found["missing"][0]
     assert found["facts"]["finished"] is False
 

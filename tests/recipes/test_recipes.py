@@ -253,10 +253,10 @@ def test_pretrain_and_load(capsys, tmp_path):
 
 
 def test_recipes_are_listed(capsys):
-    code, text, _ = run(capsys, "recipes")
+    code, text, _ = run(capsys, "list", "recipes")
     assert code == 0
     assert all(f"\n{name} " in text for name in table())
-    assert run(capsys, "recipes", "--filter", "nothing-like-this")[0] == 2
+    assert run(capsys, "list", "recipes", "--filter", "nothing-like-this")[0] == 2
 
 
 # ---- real images

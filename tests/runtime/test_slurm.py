@@ -24,15 +24,15 @@ TINY = ("--model.options", "dim=16", "depth=2", "num_heads=2", "--optim.epochs",
 def test_a_job_trains_like_the_command(tmp_path: Path, capsys) -> None:
     pytest.importorskip("submitit", reason="jobs are submitit's")
     out, jobs = tmp_path / "run", tmp_path / "jobs"
-    options = ("--cluster", "local", "--wait", "--folder", str(jobs), "--hours", "1", "--cpus-per-task", "1", "--json")
-    assert main(["slurm", *options, "--", *TRAIN, "--out", str(out), *TINY]) == 0
+    options = ("--cluster", "local", "--wait", "--out", str(jobs), "--hours", "1", "--cpus-per-task", "1", "--json")
+    assert main(["tools", "slurm", *options, "--", *TRAIN, "--out", str(out), *TINY]) == 0
     assert json.loads(capsys.readouterr().out)["metrics"]["state"] == "done"
     assert (out / "results.json").exists()
     assert main([*TRAIN, "--out", str(tmp_path / "plain"), *TINY]) == 0
     ours, plain = ((folder / "model" / "model.safetensors").read_bytes() for folder in (out, tmp_path / "plain"))
     assert ours == plain
-    assert main(["slurm", *options[:-1], "--", *TRAIN, "--out", str(tmp_path / "bad"), "--seed", "-1"]) == 2
-    assert "says why" in capsys.readouterr().err
+    assert main(["tools", "slurm", *options[:-1], "--", *TRAIN, "--out", str(tmp_path / "bad"), "--seed", "-1"]) == 2
+    assert "has the reason" in capsys.readouterr().err
 
 
 def submitted(folder: Path, command: tuple[str, ...], started: Callable[[], bool]) -> Any:
@@ -77,14 +77,14 @@ def test_a_sweep_at_its_time_limit_goes_on_with_the_trials_it_had(tmp_path: Path
 
 
 def test_mistakes_of_jobs_are_one_sentence(tmp_path: Path, capsys) -> None:
-    assert main(["slurm", "--", "models"]) == 2
-    assert "goes on where it stopped" in capsys.readouterr().err
-    assert main(["slurm", "--nodes", "2", "--", "sweep", "pocket_mae_digits"]) == 2
+    assert main(["tools", "slurm", "--", "models"]) == 2
+    assert "can be resumed" in capsys.readouterr().err
+    assert main(["tools", "slurm", "--nodes", "2", "--", "sweep", "pocket_mae_digits"]) == 2
     assert "one node" in capsys.readouterr().err
     pytest.importorskip("submitit", reason="jobs are submitit's")
-    assert main(["slurm", "--cluster", "local", "--nodes", "2", "--", *TRAIN]) == 2
+    assert main(["tools", "slurm", "--cluster", "local", "--nodes", "2", "--", *TRAIN]) == 2
     assert "one node" in capsys.readouterr().err
-    assert main(["slurm", "--folder", str(tmp_path / "jobs"), "--", *TRAIN]) == 2
+    assert main(["tools", "slurm", "--out", str(tmp_path / "jobs"), "--", *TRAIN]) == 2
     assert "--cluster local" in capsys.readouterr().err
 
 

@@ -51,7 +51,7 @@ def pictures(tmp_path_factory):
 
 
 def test_two_hundred_at_twenty_at_a_time_are_what_embed_writes(client, run, pictures, tmp_path):
-    anechoic.embed(run, str(pictures), output=tmp_path / "v.npz")
+    anechoic.embed(run, str(pictures), out=tmp_path / "v.npz")
     written = np.load(tmp_path / "v.npz")
     expected = dict(zip(written["names"].tolist(), written["features"], strict=True))
     names = sorted(expected) * 5
@@ -76,7 +76,7 @@ def test_heic_is_taken_with_its_extra(client, monkeypatch):
 
 
 def test_layer_and_pooling_are_those_asked_for(client, run, pictures, tmp_path):
-    anechoic.embed(run, str(pictures), output=tmp_path / "v.npz", layer=1, pooling="mean")
+    anechoic.embed(run, str(pictures), out=tmp_path / "v.npz", layer=1, pooling="mean")
     expected = np.load(tmp_path / "v.npz")["features"][3]
     found = client.upload("/embed?layer=1&pooling=mean", (pictures / "03.jpg").read_bytes()).json
     np.testing.assert_allclose(found["vector"], expected, rtol=1e-4, atol=1e-5)

@@ -367,8 +367,8 @@ def test_a_port_in_use_and_no_run(capsys, run, tmp_path):
 
 
 def test_without_its_packages_it_names_the_extra(capsys, run, monkeypatch):
-    from anechoic.cli.main import reporting
+    from anechoic.cli import serve
 
-    monkeypatch.setattr(reporting, "find_spec", lambda name: None)
+    monkeypatch.setattr(serve, "find_spec", lambda name: None)
     assert main(["serve", str(run)]) == 2
     assert "anechoic[web]" in capsys.readouterr().err

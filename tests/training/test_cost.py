@@ -14,7 +14,7 @@ import torch
 from tiny_runs import cost_config
 
 from anechoic.cli.main import main
-from anechoic.cli.planning import budget_of
+from anechoic.cli.tools.plan import budget_of
 from anechoic.recipes import recipe
 from anechoic.training.build import make_model, make_optimizer
 from anechoic.training.cost import DEVICES, memory_by_part, passes_of, plan
@@ -153,16 +153,16 @@ def test_memory_of_muon_has_one_momentum_for_the_matrices_it_updates() -> None:
 
 
 def test_the_verb_plan(capsys) -> None:
-    assert main(["plan", "mae_in100", "--gpus", "4", "--gpu", "t4", "--batch-size", "4096", "--json"]) == 0
+    assert main(["tools", "plan", "mae_in100", "--gpus", "4", "--gpu", "t4", "--batch-size", "4096", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["metrics"]["fits"] is False
-    assert main(["plan", "pocket_mae_digits", "--gpus", "3", "--batch-size", "64"]) == 2
+    assert main(["tools", "plan", "pocket_mae_digits", "--gpus", "3", "--batch-size", "64"]) == 2
     assert "number of --images" in capsys.readouterr().err
-    assert main(["plan", "pocket_mae_digits", "--gpus", "3", "--batch-size", "64", "--images", "1437"]) == 2
+    assert main(["tools", "plan", "pocket_mae_digits", "--gpus", "3", "--batch-size", "64", "--images", "1437"]) == 2
     assert "cannot be shared by 3 devices" in capsys.readouterr().err
-    assert main(["plan", "mae_in100", "--gpus", "4", "--gpu", "t4", "--batch-size", "4096"]) == 0
+    assert main(["tools", "plan", "mae_in100", "--gpus", "4", "--gpu", "t4", "--batch-size", "4096"]) == 0
     assert "--accumulate" in capsys.readouterr().out
-    assert main(["plan", "mae_in_100"]) == 2
+    assert main(["tools", "plan", "mae_in_100"]) == 2
 
 
 def test_an_epoch_of_latents_is_of_images_and_mirror_images():
@@ -194,7 +194,7 @@ def run(tmp_path_factory) -> Path:
 
 def findings(capsys, *arguments) -> dict:
     capsys.readouterr()
-    assert main(["doctor", *map(str, arguments), "--json"]) == 0
+    assert main(["tools", "doctor", *map(str, arguments), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["metrics"]
     return {item["what"]: item for item in found["findings"]}
 
@@ -204,9 +204,9 @@ def test_a_healthy_machine_and_run(run: Path, capsys) -> None:
     assert found["versions"]["state"] == "ok"
     for what in ("weights", "metrics", "checkpoints", "data", "state"):
         assert found[what]["state"] == "ok", found[what]
-    assert main(["doctor"]) == 0
+    assert main(["tools", "doctor"]) == 0
     assert "checks." in capsys.readouterr().out
-    assert main(["doctor", str(run / "absent")]) == 2
+    assert main(["tools", "doctor", str(run / "absent")]) == 2
 
 
 def copy_of(run: Path, folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Fine-tuning: augmentations against Pillow, mixing by closed forms, the recipe's groups, and the verb end to end."""
+"""Fine-tuning: augmentations against Pillow, mixing by closed forms, the recipe's groups, and the command."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_the_recipe_s_rates_are_the_published_ones():
     assert rates == pytest.approx([0.1 * i / 11 for i in range(12)])
 
 
-# ---- the verb
+# ---- the command
 
 
 @pytest.fixture(scope="module")
@@ -268,7 +268,7 @@ def pretrained(tmp_path_factory):
 def test_finetuning_end_to_end(pretrained, tmp_path, capsys):
     settings = ("--epochs", "6", "--base-lr", "2e-2", "--layer-decay", "1", "--batch-size", "64", "--mixup", "0")
     off = ("--cutmix", "0", "--magnitude", "0", "--erase", "0", "--drop-path", "0")
-    data = ("--train", "digits:train", "--test", "digits:test", "--out", str(tmp_path / "ft"))
+    data = ("digits:train", "--test", "digits:test", "--out", str(tmp_path / "ft"))
     code = main(["finetune", str(pretrained), *data, *settings, *off, "--json"])
     metrics = json.loads(capsys.readouterr().out)["metrics"]
     assert code == 0
@@ -326,13 +326,13 @@ def test_the_config_names_the_size_it_trains(name, options, expected):
 
 def test_mistakes_are_one_clear_sentence(pretrained, tmp_path, capsys):
     np.savez(tmp_path / "one.npz", images=np.zeros((40, 8, 8), dtype=np.uint8), labels=np.zeros(40, dtype=int))
-    assert main(["finetune", str(pretrained), "--train", str(tmp_path / "one.npz"), "--out", str(tmp_path / "x")]) == 2
+    assert main(["finetune", str(pretrained), str(tmp_path / "one.npz"), "--out", str(tmp_path / "x")]) == 2
     assert "one class only" in capsys.readouterr().err
     torch.manual_seed(0)
     model = build_model("resnet18", image_size=16, width=8, num_classes=3)
     card = model_card(model, Preprocess((0.5,) * 3, (0.5,) * 3, 16, 3))
     write_model(tmp_path / "resnet", model.state_dict(), card)
-    assert main(["finetune", str(tmp_path / "resnet"), "--train", "digits:train", "--out", str(tmp_path / "x")]) == 2
+    assert main(["finetune", str(tmp_path / "resnet"), "digits:train", "--out", str(tmp_path / "x")]) == 2
     assert "masked autoencoder or vision transformer" in capsys.readouterr().err
 
 
@@ -342,7 +342,7 @@ def test_mistakes_are_one_clear_sentence(pretrained, tmp_path, capsys):
 def test_a_network_of_another_program_is_named_with_the_way_in(pretrained, tmp_path):
     anechoic.export(pretrained, to="timm", out=tmp_path / "timm")
     with pytest.raises(UserError, match=r"written for timm.*import-weights"):
-        anechoic.finetune(tmp_path / "timm", train="digits:train", out=tmp_path / "run")
+        anechoic.finetune(tmp_path / "timm", "digits:train", out=tmp_path / "run")
 
 
 def test_supervised_control_reports_rank_over_depth_and_training(tmp_path):

@@ -1,4 +1,4 @@
-"""Training on cached latents through the one loop, and the verb that probes at noise levels."""
+"""Training on cached latents through the one loop, and the command that probes at noise levels."""
 
 from __future__ import annotations
 
@@ -91,7 +91,16 @@ def test_a_model_is_trained_on_latents_and_its_samples_are_decoded(
 
     pictures = np.random.default_rng(1).integers(0, 256, (60, 16, 16, 3), dtype=np.uint8)
     np.savez(tmp_path / "p.npz", images=pictures, labels=np.arange(60) % 4)
-    arguments = ["probe", str(tmp_path / "run"), "--train", str(tmp_path / "p.npz"), "--noise", "0.05", "0.1"]
+    arguments = [
+        "evaluate",
+        str(tmp_path / "run"),
+        str(tmp_path / "p.npz"),
+        "--metrics",
+        "probe",
+        "--noise",
+        "0.05",
+        "0.1",
+    ]
     assert main(arguments) == 0
     text = capsys.readouterr().out
     assert "t=0.05" in text

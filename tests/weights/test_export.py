@@ -10,7 +10,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from anechoic import build_model
-from anechoic.cli.shipping import check_images
+from anechoic.cli.export import check_images
 from anechoic.data.preprocess import Preprocess
 from anechoic.errors import UserError
 from anechoic.runtime.checkpoint import load, model_card, write_model

@@ -1,23 +1,24 @@
-"""The verbs before and around a training: plan says what it will cost, doctor what is wrong with machine or run."""
+"""The command `tools plan`: memory, operations and hours of a training before it starts."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from anechoic.choices import Gpu, Precision
+from anechoic.cli._command import command
 from anechoic.errors import UserError
 from anechoic.outcome import Outcome
 
 if TYPE_CHECKING:
     from anechoic.config import Config
 
-Gpu = Literal["t4", "v100", "a10", "a40", "a100", "l40s", "rtx4090", "h100", "h200"]
 # Training images of the data sets that recipes are named after.
 IMAGES = {"in1k": 1_281_167, "in100": 126_689, "cifar": 50_000}
 
 
+@command
 def plan(
     recipe: str,
     /,
@@ -29,26 +30,26 @@ def plan(
     accumulate: int | None = None,
     fsdp: bool = False,
     recompute: bool = False,
-    precision: Literal["bfloat16", "float32"] = "bfloat16",
+    precision: Precision = "bfloat16",
     decoded_per_second: float | None = None,
 ) -> Outcome:
-    """Say what a training will cost: parameters, memory by part, operations, hours and what bounds them.
+    """Estimate what a training will cost: parameters, memory by part, operations, hours and what bounds them.
 
-    Nothing is run or measured: the operations of one update, and the numbers of the device's data sheet.
+    Nothing is run or measured: it counts the operations of one update and reads the GPU's data sheet.
 
-    Example: anechoic plan mae_in1k --gpus 4 --gpu a40
+    Example: anechoic tools plan mae_in1k --gpus 4 --gpu a40
 
     Args:
-        recipe: a recipe that `anechoic recipes` lists.
-        gpus: devices that share each batch.
-        gpu: which.
-        images: images of the data set, where the recipe counts epochs and its name does not tell.
-        batch_size: samples per update, if other than the recipe's.
-        accumulate: parts in which a batch is computed, if other than the recipe's.
-        fsdp: shard weights, gradients and optimizer over the devices.
+        recipe: a name that `anechoic list recipes` lists.
+        gpus: number of GPUs that share each batch.
+        gpu: the model of the GPUs.
+        images: number of images of the data set, where the recipe counts epochs and its name does not name the data.
+        batch_size: samples per update; default: the recipe's.
+        accumulate: number of micro-batches per update; default: the recipe's.
+        fsdp: shard weights, gradients and optimizer over the GPUs.
         recompute: keep only each block's input for the backward pass.
         precision: of the matrix products.
-        decoded_per_second: images that all processes can decode in a second, if that may be too slow.
+        decoded_per_second: images that all processes decode per second, to see whether decoding is the bottleneck.
     """
     from anechoic.recipes import recipe as recipe_by_name
     from anechoic.training.cost import DEVICES, passes_of
@@ -80,7 +81,7 @@ def plan(
         f"  {'together':<16} {sum(found.memory.values()) / 1e9:8.2f} GB{'' if found.fits else ', which does not fit'}",
         *([] if found.fits else [remedy(config, passes, gpus=gpus, device=device, fsdp=fsdp)]),
         f"Operations: {found.flops_per_sample / 1e9:.1f} GFLOP a sample, {found.flops / 1e18:.2f} exaFLOP in all.",
-        "An update, by what holds it up (exchange and decoding go on beside the others):",
+        "Seconds of an update (communication and decoding overlap with the rest):",
         *(f"  {name:<26} {seconds:8.3f} s" for name, seconds in found.seconds.items()),
         f"Time: {found.hours:,.1f} hours on {gpus} x {gpu}, most of it {found.bound}; {found.use_of_peak:.0%} of peak.",
     ]
@@ -93,18 +94,18 @@ def plan(
 
 
 def budget_of(config: Config, recipe: str, images: int | None) -> int:
-    """Samples of the whole training."""
+    """Return the number of samples of the whole training."""
     if config.optim.samples is not None:
         return config.optim.samples
     images = images or next((count for name, count in IMAGES.items() if name in recipe), None)
     if images is None or config.optim.epochs is None:
-        raise UserError(f"{recipe} counts epochs, and its name does not tell the data: give the number of --images.")
+        raise UserError(f"{recipe} counts epochs, and its name does not name the data: give the number of --images.")
     # An epoch of latents visits every image and its mirror image.
     return int(config.optim.epochs * images * (2 if "latent" in recipe else 1))
 
 
 def remedy(config: Config, passes: Any, *, gpus: int, device: Any, fsdp: bool) -> str:
-    """What makes it fit, the cheapest first."""
+    """Return what makes it fit, the cheapest option first."""
     from anechoic.training.cost import parts_needed
 
     for recompute, sharded, words in (
@@ -114,32 +115,5 @@ def remedy(config: Config, passes: Any, *, gpus: int, device: Any, fsdp: bool) -
     ):
         parts = parts_needed(replace(config, recompute=recompute), passes, gpus=gpus, device=device, fsdp=sharded)
         if parts is not None:
-            return f"It fits{words} in {parts} accumulated part{'s' * (parts > 1)}: --accumulate {parts}."
-    return "Not even one sample at a time fits: take devices with more memory, or more of them."
-
-
-def doctor(run: Path | None = None, /) -> Outcome:
-    """Look for what goes wrong on a machine or in a run, and say how to put it right.
-
-    Example: anechoic doctor runs/photos
-
-    Args:
-        run: a run or model directory to look into as well.
-    """
-    from anechoic.training.doctor import examine
-
-    started = time.perf_counter()
-    findings = examine(run)
-    marks = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}
-    lines = [
-        f"{marks[item.state]} {item.what}: {item.found}" + (f" -> {item.remedy}" if item.remedy else "")
-        for item in findings
-    ]
-    problems = [item for item in findings if item.state == "problem"]
-    lines.append(f"{len(problems)} problem{'s' * (len(problems) != 1)} in {len(findings)} checks.")
-    return Outcome(
-        config={},
-        metrics={"problems": len(problems), "findings": [vars(item) for item in findings]},
-        seconds=time.perf_counter() - started,
-        text="\n".join(lines),
-    )
+            return f"It fits{words} with {parts} micro-batch{'es' * (parts > 1)}: --accumulate {parts}."
+    return "Not even one sample at a time fits: use GPUs with more memory, or more of them."

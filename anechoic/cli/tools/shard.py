@@ -1,23 +1,26 @@
-"""The verb that packs images for training on many machines: shard."""
+"""The command `tools shard`: images packed for training on many machines."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
 
+from anechoic.cli._command import command
+from anechoic.cli.options import Data, Out
 from anechoic.outcome import Outcome
 
 
-def shard(data: str, out: Path, /, *, labels: bool = False, shard_bytes: int = 1 << 28, channels: int = 3) -> Outcome:
+@command
+def shard(data: Data, /, *, out: Out, labels: bool = False, shard_bytes: int = 1 << 28, channels: int = 3) -> Outcome:
     """Write images as WebDataset shards with an index, to be read in any order from a disk or a server.
 
-    Example: anechoic shard photos/train photos-shards --labels
+    The folder, or its URL (s3://..., https://...), is DATA for every other command.
+
+    Example: anechoic tools shard photos/train -o photos-shards --labels
 
     Args:
-        data: images, as for pretrain.
-        out: the new folder; give it, or its URL (s3://..., https://...), wherever images are asked for.
         labels: also write the classes.
-        shard_bytes: size up to which a shard is filled.
+        shard_bytes: maximum size of a shard.
         channels: of images that are arrays and are written as PNG: 3 color, 1 gray.
     """
     from tqdm.auto import tqdm
@@ -26,6 +29,7 @@ def shard(data: str, out: Path, /, *, labels: bool = False, shard_bytes: int = 1
     from anechoic.data.shards import write_shards
 
     started = time.perf_counter()
+    out = Path(out)
     source = open_source(data, labels=labels, channels=channels)
     with tqdm(total=len(source), unit=" images", delay=2, leave=False, disable=None) as bar:
         written = write_shards(source, out, shard_bytes=shard_bytes, progress=bar.update)
@@ -34,7 +38,7 @@ def shard(data: str, out: Path, /, *, labels: bool = False, shard_bytes: int = 1
     ]
     if written.skipped:
         name, why = written.skipped[0]
-        lines.append(f"{len(written.skipped)} images could not be read and are left out; the first is {name} ({why}).")
+        lines.append(f"{len(written.skipped)} images could not be read and were skipped; the first is {name} ({why}).")
     return Outcome(
         config={},
         metrics={

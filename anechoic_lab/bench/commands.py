@@ -1,4 +1,4 @@
-"""Peak memory of the verbs that read or make images, each with its pocket model in a fresh process.
+"""Peak memory of the commands that read or make images, each with its pocket model in a fresh process.
 
 There is no peer. Seconds are those of one call, with everything it opens; training has its own benchmark.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from anechoic.cli import find_command
 from anechoic_lab.bench.memory import peak_memory_mb
 from anechoic_lab.bench.timing import Options, row_without_peer
 
@@ -26,20 +26,19 @@ def run(options: Options) -> list[dict[str, Any]]:
         make_run("pocket_mae_cifar100", "scenes:train:256", encoder)
         make_run("pocket_uvit_digits", "digits:train", denoiser)
         train, test = f"scenes:train:{SCENES}", f"scenes:test:{SCENES // 4}"
-        parts = {"train": train, "test": test}
+        parts = (str(encoder), train)
         pictures = folder / "samples.npz"
         calls: dict[str, tuple[str, tuple, dict]] = {
-            f"embed: {SCENES} images": ("embed", (str(encoder), train), {"output": folder / "vectors.npz"}),
-            f"knn: {SCENES} images, with baselines": ("knn", (str(encoder),), parts),
-            f"probe: {SCENES} images, with baselines": ("probe", (str(encoder),), parts),
+            f"embed: {SCENES} images": ("embed", parts, {"out": folder / "vectors.npz"}),
+            f"knn: {SCENES} images, with baselines": ("evaluate", parts, {"test": test, "metrics": ("knn",)}),
+            f"probe: {SCENES} images, with baselines": ("evaluate", parts, {"test": test, "metrics": ("probe",)}),
             f"sample: {SAMPLES} digits in 50 evaluations": ("sample", (denoiser,), {"num": SAMPLES, "out": pictures}),
             f"frechet: {SAMPLES} digits": ("frechet", (str(pictures), "digits:train"), {"extractor": "digits"}),
         }
         rows = []
-        assert options.verb is not None, "the verb `bench` gives it"
-        for name, (verb, arguments, options_of_verb) in calls.items():
+        for name, (command, arguments, options_of_command) in calls.items():
             start = time.perf_counter()
-            memory = peak_memory_mb(call, options.verb, verb, arguments, options_of_verb, str(folder / "cache"))
+            memory = peak_memory_mb(call, command, arguments, options_of_command, str(folder / "cache"))
             rows.append(row_without_peer(name, time.perf_counter() - start, memory_mb=memory))
         return rows
 
@@ -57,7 +56,7 @@ def make_run(recipe_name: str, source: str, folder: Path) -> None:
     fit(replace(config, data=replace(config.data, source=source), optim=optim), folder)
 
 
-def call(function_of: Callable[[str], Callable], verb: str, arguments: tuple, options: dict, cache: str) -> None:
-    """A verb with a cache of its own."""
+def call(command: str, arguments: tuple, options: dict, cache: str) -> None:
+    """Run a command with a cache of its own."""
     os.environ["ANECHOIC_CACHE"] = cache
-    function_of(verb)(*arguments, **options)
+    find_command(command)(*arguments, **options)

@@ -1,41 +1,28 @@
-"""The verbs that train: pretrain on any images, train a recipe."""
+"""The command `pretrain`: a masked autoencoder on any images, without labels."""
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Any
 
-import tyro
-
-from anechoic.config import Algorithm, Config, Options, budget, default_holdout, to_json
+from anechoic.choices import Algorithm, AlphaMin
+from anechoic.cli._command import training_command
+from anechoic.cli.options import Data, Devices, DryRun, ImageSize, Out, PathLike, Seed, Workers
+from anechoic.cli.train import train_config
+from anechoic.config import Config, Options, budget, default_holdout
 from anechoic.outcome import Outcome
-from anechoic.recipes import recipe as recipe_by_name
-from anechoic.recipes import table
-
-if TYPE_CHECKING:
-    Recipe = Config | str
-else:
-    # One sub-command per recipe, whose flags are the settings of its config.
-    Recipe = Annotated[
-        tyro.extras.subcommand_type_from_defaults(
-            {name: recipe_by_name(name) for name in table()},
-            {name: function.__doc__.split("\n", 1)[0] for name, function in table().items()},
-            prefix_names=False,
-        ),
-        tyro.conf.arg(name=""),
-    ]
 
 
+@training_command
 def pretrain(
-    data: str,
+    data: Data,
     /,
     *,
-    out: Path,
-    image_size: int | None = None,
+    out: Out,
+    image_size: ImageSize = None,
     channels: int = 3,
     model: str | None = None,
     model_options: Options = {},  # noqa: B006
@@ -43,44 +30,38 @@ def pretrain(
     batch_size: int | None = None,
     algorithm: Algorithm | None = None,
     lr: float | None = None,
-    alpha_min: float | Literal["auto"] | None = None,
-    init_from: Path | None = None,
+    alpha_min: AlphaMin | None = None,
+    init_from: PathLike | None = None,
     knn: int = 0,
-    workers: int | None = None,
-    seed: int = 0,
-    devices: int | None = None,
+    workers: Workers = None,
+    seed: Seed = 0,
+    devices: Devices = None,
     verbose: bool = False,
-    dry_run: bool = False,
+    dry_run: DryRun = False,
 ) -> Outcome:
-    """Train a masked autoencoder on images without labels; everything not said is chosen by the data and the machine.
+    """Train a masked autoencoder on images without labels; defaults are chosen by the data and the machine.
 
-    It ends with a verdict, without labels, on whether that worked. The same command again goes on where it stopped.
+    It ends with a verdict, without labels, on whether that worked. The same command resumes.
     SIGTERM and Ctrl-C save first (exit codes 143 and 130).
 
     Example: anechoic pretrain photos --out runs/photos --epochs 100
 
     Args:
-        data: digits, scenes, emoji, a folder, list, zip, tar, parquet, npz, or hf:NAME.
-        out: the run directory.
-        image_size: side of the images the model sees; default by the images.
         channels: 3 for color, 1 for gray.
-        model: a mae_ model that `anechoic models` lists; default by the number of images.
+        model: a mae_ model that `anechoic list models` lists; default by the number of images.
         model_options: options of the model, such as dim=48 depth=2.
         epochs: passes over the data.
         batch_size: samples per update.
-        algorithm: adamw or muon, which learns faster at the size for processors; default muon there, else adamw.
+        algorithm: adamw or muon, which learns faster at the size for CPUs; default muon there, else adamw.
         lr: peak learning rate; default by algorithm, length and batch.
         alpha_min: 1 for plain residual connections, auto for the decay that fits the depth; default by the length.
         init_from: a run or model directory to start from.
-        knn: training samples that vote in a k-NN test on held-out ones, if there are labels; 0 makes none.
-        workers: processes that decode images.
-        seed: of weights, order, crops and masks.
-        devices: processes that share each batch.
+        knn: number of training samples for k-NN validation on held-out ones, if there are labels; 0 is off.
         verbose: show every setting before it starts.
-        dry_run: print the config and stop.
     """
+    out = Path(out)
     config, size = pretrain_config_for(
-        data,
+        str(data),
         image_size=image_size,
         channels=channels,
         model=model,
@@ -100,15 +81,14 @@ def pretrain(
         data=replace(config.data, workers=workers),
     )
     check_and_introduce(config, out, size=size, sized=model is None, chosen=alpha_min is None, dry_run=dry_run)
-    found = _run(config, out, dry_run=dry_run, brief=not verbose)
+    found = train_config(config, out, dry_run=dry_run, brief=not verbose)
     return found if dry_run else with_verdict(found, out)
 
 
 def check_and_introduce(config: Config, out: Path, *, size: int, sized: bool, chosen: bool, dry_run: bool) -> None:
-    """What is about to happen and why, in a few lines on the standard error stream; mistakes are told before them.
+    """Check the config, then print to stderr what is trained and why.
 
-    sized and chosen: the model and alpha_min were chosen here. A run that is going on, or finished, was introduced when
-    it began.
+    sized and chosen: the model and alpha_min were chosen here. A run that resumes was introduced when it began.
     """
     from anechoic.runtime.distributed import under_launcher
     from anechoic.training.build import check
@@ -123,7 +103,7 @@ def check_and_introduce(config: Config, out: Path, *, size: int, sized: bool, ch
 
 
 def introduction(config: Config, *, size: int, sized: bool) -> list[str]:
-    """What is trained, why this model, and how long it will take. sized: the model was chosen here."""
+    """Return what is trained, why this model, and how long it will take. sized: the model was chosen here."""
     from anechoic.pages.tables import duration
     from anechoic.runtime.devices import accelerators
     from anechoic.training.cost import seconds_per_image
@@ -133,7 +113,7 @@ def introduction(config: Config, *, size: int, sized: bool) -> list[str]:
     devices = config.devices or max(1, accelerators())
     seconds = seconds_per_image(config) * samples / devices
     options = ", ".join(f"{name} {value}" for name, value in config.model.options.items())
-    machine = "a processor" if not accelerators() else "1 accelerator" if devices == 1 else f"{devices} accelerators"
+    machine = "a CPU" if not accelerators() else "1 GPU" if devices == 1 else f"{devices} GPUs"
     return [
         f"Pre-training on {config.data.source}: {size:,} images without labels, {held_out:,} of them held out.",
         f"Model: {config.model.name}{f' ({options})' if options else ''} on images of {config.data.image_size} pixels"
@@ -144,7 +124,7 @@ def introduction(config: Config, *, size: int, sized: bool) -> list[str]:
 
 
 def with_verdict(trained: Outcome, out: Path) -> Outcome:
-    """The outcome of a training with the verdict on it, and the command for its page."""
+    """Return the outcome of a training with the verdict on it, and the command for its page."""
     from anechoic.errors import UserError
     from anechoic.pages.runs import encoder_of, judge, open_run
 
@@ -159,7 +139,7 @@ def with_verdict(trained: Outcome, out: Path) -> Outcome:
 
 
 def alpha_min_reason(config: Config) -> str:
-    """One line: which alpha_min was chosen and by what, and what to say for the other."""
+    """Return in one line which alpha_min was chosen and why, and the option for the other."""
     from anechoic.recipes.pretrain import CROSSOVER_UPDATES, LONG_ALPHA_MIN, SMALLEST_SIDE_TO_DECAY
 
     long, alpha_min = CROSSOVER_UPDATES[config.optim.algorithm], LONG_ALPHA_MIN[config.optim.algorithm]
@@ -173,7 +153,7 @@ def alpha_min_reason(config: Config) -> str:
 
 
 def pretrain_config_for(data: str, **choices: Any) -> tuple[Config, int]:
-    """The config that `pretrain` would train for this data on this machine, and the number of images."""
+    """Return the config that `pretrain` would train for this data on this machine, and the number of images."""
     import torch
 
     from anechoic.data import open_source
@@ -189,51 +169,3 @@ def pretrain_config_for(data: str, **choices: Any) -> tuple[Config, int]:
     side = sorted(sides)[len(sides) // 2] if sides else 64
     config = pretrain_config(data, size=len(source), side=side, accelerators=accelerators(), **choices)
     return config, len(source)
-
-
-@tyro.conf.configure(tyro.conf.CascadeSubcommandArgs)
-def train(recipe: Recipe, *, out: Path | None = None, dry_run: bool = False) -> Outcome:
-    """Train a recipe, any of its settings overridden; `anechoic train RECIPE --help` lists them.
-
-    The same command again goes on where it stopped. SIGTERM and Ctrl-C save first (exit codes 143 and 130).
-
-    Example: anechoic train pocket_mae_digits --out runs/digits --shortcut.alpha-min 0.6 --model.options depth=6
-
-    Args:
-        recipe: a name that `anechoic recipes` lists.
-        out: the run directory; default runs/RECIPE.
-        dry_run: print the config and stop.
-    """
-    config: Config = recipe_by_name(recipe) if isinstance(recipe, str) else recipe
-    config = with_recipe_options(config)
-    return _run(config, out or Path("runs") / (config.recipe or "run"), dry_run=dry_run)
-
-
-def with_recipe_options(config: Config) -> Config:
-    """Options given on the command line add to the recipe's instead of replacing them all."""
-    if config.recipe not in table():
-        return config
-    base = recipe_by_name(config.recipe)
-    return replace(
-        config,
-        model=replace(config.model, options={**base.model.options, **config.model.options}),
-        objective=replace(config.objective, options={**base.objective.options, **config.objective.options}),
-    )
-
-
-def _run(config: Config, out: Path, *, dry_run: bool, brief: bool = False) -> Outcome:
-    """Check the config and train it, or only print it."""
-    from anechoic.training.build import check
-    from anechoic.training.loop import fit
-
-    check(config)
-    if dry_run:
-        return Outcome(config=to_json(config), metrics={}, seed=config.seed, text=json.dumps(to_json(config), indent=2))
-    before = (out / "results.json").exists()
-    results = fit(config, out, verbose=True, brief=brief)
-    metrics = results["metrics"]
-    text = f"{out} {'was finished before' if before else 'is trained'}: {metrics['seen']:,} samples seen"
-    text += f", loss {metrics['loss']:.4f}"
-    if "held_out_loss" in metrics:
-        text += f", held-out loss {metrics['held_out_loss']:.4f}"
-    return Outcome(results["config"], metrics, seed=config.seed, seconds=results["seconds"], text=text + ".")

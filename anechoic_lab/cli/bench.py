@@ -1,12 +1,12 @@
-"""How fast it is: the verb that measures this library beside its peers on this machine."""
+"""The command `bench`: speed and memory beside other libraries on this machine."""
 
 from __future__ import annotations
 
 import time
 from importlib import import_module
-from pathlib import Path
 
-from anechoic.cli import verb
+from anechoic.cli import command
+from anechoic.cli.options import PathLike, Workers
 from anechoic.errors import UserError, nearest_name
 from anechoic.outcome import Outcome, package_version
 
@@ -18,43 +18,44 @@ BENCHMARKS = {
     "sample": "anechoic_lab.bench.sample",
     "knn": "anechoic_lab.bench.knn",
     "probe": "anechoic_lab.bench.probe",
-    "memory": "anechoic_lab.bench.verbs",
+    "memory": "anechoic_lab.bench.commands",
     "growth": "anechoic_lab.bench.growth",
     "quality": "anechoic_lab.bench.quality",
 }
 
 
+@command
 def bench(
     what: str = "all",
     /,
     *,
     rounds: int = 5,
-    images: Path | None = None,
-    small: str = "",
-    workers: int = 0,
+    images: PathLike | None = None,
+    small: PathLike = "",
+    workers: Workers = None,
     fused: bool = True,
 ) -> Outcome:
-    """Measure speed against peers, taking turns with them on this machine.
+    """Measure speed against other libraries, alternating with them on this machine.
 
     Example: anechoic bench data --images imagenette/train --small cifar100/train.parquet
 
     Args:
-        what: train, data, embed, sample, knn, probe, memory (of the verbs), growth (of the training step),
+        what: train, data, embed, sample, knn, probe, memory (of the commands), growth (of the training step),
             quality (time until a network is as good as the peer's), or all.
-        rounds: how many turns each contestant takes; the median and the range of the ratios are shown.
+        rounds: number of measurements of each contestant, which alternate; shown are median and range of the ratios.
         images: for data and embed, a folder of JPEGs; JPEGs are made from the embedded scenes if it is not given.
         small: for data and quality, a source of small images, labeled for quality; embedded ones if it is not given.
-        workers: for data, worker processes of both loaders.
         fused: for train, the fused path (--no-fused: module by module).
     """
     if what not in (*BENCHMARKS, "all"):
         raise UserError(f"There is no benchmark {what!r}; {nearest_name(what, [*BENCHMARKS, 'all'])}")
+    workers = workers or 0
     if rounds < 1 or workers < 0:
         raise UserError("A benchmark needs at least one round, and workers of 0 or more.")
     from anechoic_lab.bench.timing import Options, table
 
     start = time.perf_counter()
-    options = Options(rounds, str(images or ""), small, workers, fused, verb)
+    options = Options(rounds, str(images or ""), str(small), workers, fused)
     rows, peers, failed = [], {}, {}
     for name in BENCHMARKS if what == "all" else [what]:
         module = import_module(BENCHMARKS[name])

@@ -1,0 +1,59 @@
+"""Every closed set of names, once: `Literal` aliases for annotations and the same names as tuples for code.
+
+It imports nothing, so that the help of the command line reads it without torch. Registries and help texts are compared
+with it by a test.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+# Shortcuts and networks
+AlphaMin = float | Literal["auto"]
+AlphaSchedule = Literal["linear", "constant", "cosine", "stopped"]
+ShortcutForm = Literal["identity", "branch", "both", "attention", "mlp", "learnable", "plain"]
+BranchKind = Literal["attention", "mlp"]
+ModelFamily = Literal["vit", "mae", "uvit", "sit", "resnet"]
+Positions = Literal["sincos", "learned"]
+HeadPooling = Literal["class", "mean"]
+Gelu = Literal["none", "tanh"]
+Stem = Literal["auto", "cifar", "imagenet"]
+
+# Data
+Augmentation = Literal["crop", "pad", "center", "none"]
+Resize = Literal["auto", "margin"]
+
+# Training
+Algorithm = Literal["adamw", "muon"]
+LearningRateSchedule = Literal["cosine", "constant"]
+WeightDecayOn = Literal["matrices", "all"]
+Precision = Literal["float32", "bfloat16"]
+Gpu = Literal["t4", "v100", "a10", "a40", "a100", "l40s", "rtx4090", "h100", "h200"]
+Cluster = Literal["slurm", "local"]
+
+# Diffusion
+Process = Literal["vp", "discrete", "flow"]
+Sampler = Literal["dpm-solver", "dpm-solver++", "euler-maruyama", "heun", "euler", "dopri5", "sde"]
+GuidanceForm = Literal["added", "scaled"]
+
+# Evaluation and search
+Pooling = Literal["class", "mean", "all"]
+Vector = Literal["class", "mean", "all", "flat"]
+AllLayers = Literal["all"]
+Scaling = Literal["raw", "centered", "standardized", "whitened"]
+KnnScaling = Literal["raw", "standardized", "whitened"]
+Centering = Literal["columns", "rows", "none"]
+ProbeProtocol = Literal["logistic", "in100", "mae"]
+SearchEngine = Literal["torch", "faiss"]
+VerdictWord = Literal["learning", "plateaued", "collapsed", "worse than raw pixels"]
+
+# Weights
+ExportTarget = Literal["timm", "transformers", "hub-folder", "safetensors", "onnx", "torch-export"]
+
+# What `anechoic list` lists
+Listed = Literal["models", "recipes", "metrics", "sources"]
+
+
+def names(choice: object) -> tuple[str, ...]:
+    """Return the names of one of the aliases above."""
+    return get_args(choice)

@@ -1,0 +1,1 @@
+"""The commands under `anechoic tools`: what is needed now and then, around a training."""

@@ -1,0 +1,78 @@
+"""The command `train`: a recipe, with any of its settings overridden."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from anechoic.cli._command import training_command
+from anechoic.cli.options import DryRun, OptionalOut
+from anechoic.config import Config, to_json
+from anechoic.outcome import Outcome
+from anechoic.recipes import recipe as recipe_by_name
+from anechoic.recipes import table
+
+if TYPE_CHECKING:
+    Recipe = Config | str
+else:
+    # One sub-command per recipe, whose flags are the settings of its config.
+    Recipe = Annotated[
+        tyro.extras.subcommand_type_from_defaults(
+            {name: recipe_by_name(name) for name in table()},
+            {name: function.__doc__.split("\n", 1)[0] for name, function in table().items()},
+            prefix_names=False,
+        ),
+        tyro.conf.arg(name=""),
+    ]
+
+
+@training_command
+@tyro.conf.configure(tyro.conf.CascadeSubcommandArgs)
+def train(recipe: Recipe, *, out: OptionalOut = None, dry_run: DryRun = False) -> Outcome:
+    """Train a recipe, any of its settings overridden; `anechoic train RECIPE --help` lists them.
+
+    --out is the run directory, runs/RECIPE by default. The same command resumes. SIGTERM and Ctrl-C save first (exit
+    codes 143 and 130).
+
+    Example: anechoic train pocket_mae_digits --out runs/digits --shortcut.alpha-min 0.6 --model.options depth=6
+
+    Args:
+        recipe: a name that `anechoic list recipes` lists.
+    """
+    config: Config = recipe_by_name(recipe) if isinstance(recipe, str) else recipe
+    config = with_recipe_options(config)
+    return train_config(config, Path(out or Path("runs") / (config.recipe or "run")), dry_run=dry_run)
+
+
+def with_recipe_options(config: Config) -> Config:
+    """Return the config with the recipe's options, to which those of the command line add."""
+    if config.recipe not in table():
+        return config
+    base = recipe_by_name(config.recipe)
+    return replace(
+        config,
+        model=replace(config.model, options={**base.model.options, **config.model.options}),
+        objective=replace(config.objective, options={**base.objective.options, **config.objective.options}),
+    )
+
+
+def train_config(config: Config, out: Path, *, dry_run: bool, brief: bool = False) -> Outcome:
+    """Check the config and train it, or only print it."""
+    from anechoic.training.build import check
+    from anechoic.training.loop import fit
+
+    check(config)
+    if dry_run:
+        return Outcome(config=to_json(config), metrics={}, seed=config.seed, text=json.dumps(to_json(config), indent=2))
+    before = (out / "results.json").exists()
+    results = fit(config, out, verbose=True, brief=brief)
+    metrics = results["metrics"]
+    text = f"{out} {'was finished before' if before else 'is trained'}: {metrics['seen']:,} samples seen"
+    text += f", loss {metrics['loss']:.4f}"
+    if "held_out_loss" in metrics:
+        text += f", held-out loss {metrics['held_out_loss']:.4f}"
+    return Outcome(results["config"], metrics, seed=config.seed, seconds=results["seconds"], text=text + ".")
