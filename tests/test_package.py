@@ -1,7 +1,7 @@
-"""The house: what loads without torch, who imports whom, and how the command line answers."""
+"""The package: what loads without torch, what is public, and who imports whom."""
 
 import ast
-import json
+import inspect
 import re
 import subprocess
 import sys
@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 import anechoic
-from anechoic.cli import VERBS, verb
-from anechoic.cli.main import main
+from anechoic.cli import COMMANDS
 
 PACKAGE = Path(anechoic.__file__).parent
 
@@ -31,77 +30,53 @@ def loaded_after(code):
         "import anechoic; dir(anechoic)",
         "from anechoic.cli.main import main; main(['--help'])",
         "from anechoic.cli.main import main; main(['--version'])",
+        "from anechoic.cli.main import main; main(['--completion', 'bash'])",
     ],
 )
 def test_torch_is_not_loaded(code):
     assert not loaded_after(code)
 
 
-def test_no_verb_needs_torch_for_its_help():
-    code = "from anechoic.cli.main import main\nfrom anechoic.cli import VERBS\nimport contextlib\n"
-    code += "for name in VERBS:\n    with contextlib.suppress(SystemExit):\n        main([name, '--help'])"
+def test_help_of_every_command_loads_no_torch():
+    code = "from anechoic.cli.main import main\nfrom anechoic.cli import command_names\nimport contextlib\n"
+    code += "for name in command_names():\n"
+    code += "    with contextlib.suppress(SystemExit):\n        main([*name.split(), '--help'])"
     assert not loaded_after(code)
 
 
-@pytest.mark.parametrize("name", VERBS)
-def test_every_verb_explains_itself_with_an_example(name, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main([name, "--help"])
-    assert stop.value.code == 0
-    help_text = capsys.readouterr().out
-    assert f"usage: anechoic {name}" in help_text
-    assert f"Example: anechoic {name}" in " ".join(help_text.split())
-    assert verb(name).__doc__.strip().splitlines()[0].endswith(".")
+# ---- public names
 
 
-def test_every_public_name_resolves():
+def test_every_public_name_resolves_to_the_typed_one():
+    """The names that type checkers read are those that Python finds, from the same modules."""
     for name in dir(anechoic):
         assert getattr(anechoic, name) is not None
+    (guarded,) = (node for node in tree_of(PACKAGE / "__init__.py").body if isinstance(node, ast.If))
+    typed = {alias.asname: node.module for node in guarded.body for alias in node.names}
+    assert typed == {name: f"anechoic.{module}" for name, module in anechoic._MODULE_OF.items()}
+    assert set(typed) | {"__version__"} == set(dir(anechoic)) == set(anechoic.__all__)
     with pytest.raises(AttributeError, match="no attribute 'fnord'"):
         anechoic.fnord  # noqa: B018
 
 
-def test_overview_names_every_verb(capsys):
-    assert main(["--help"]) == 0
-    text = capsys.readouterr().out
-    assert all(f"  {name} " in text for name in VERBS)
+def test_every_command_is_a_public_function():
+    for target in COMMANDS.values():
+        module, _, name = target.partition(":")
+        assert anechoic._MODULE_OF[name] == module.removeprefix("anechoic.")
 
 
-def test_json_has_the_fields_of_the_contract(capsys):
-    assert main(["models", "--filter", "resnet", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert list(result) == ["schema", "config", "seed", "commit", "machine", "metrics", "seconds"]
-    assert result["metrics"]["trainable"] == {"resnet18": 11_689_512}
-    assert result["machine"]["cores"] >= 1
+@pytest.mark.parametrize("name", ["decay", "fold", "load", "build_model", "train", "evaluate", "embed"])
+def test_public_functions_show_real_signatures(name):
+    function = getattr(anechoic, name)
+    assert function.__doc__
+    kinds = [p.kind for p in inspect.signature(function).parameters.values()]
+    assert inspect.Parameter.VAR_POSITIONAL not in kinds
 
 
-def test_mistakes_get_one_sentence_and_exit_code_2(capsys):
-    assert main(["modles"]) == 2
-    assert "did you mean models?" in capsys.readouterr().err
-    assert main(["models", "--filter", "nothing-like-this"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("anechoic: No model's name contains")
-    assert error.count("\n") == 1
-    assert main(["models", "--filtre", "x"]) == 2
-    assert "did you mean --filter?" in capsys.readouterr().err
+# ---- imports: a package may import those above it in this list, and of its own line only in one direction
 
-
-def test_unforeseen_errors_are_not_dressed_up_as_mistakes(monkeypatch):
-    import anechoic.cli.list
-
-    def broken(*, filter: str = "") -> None:
-        """Break."""
-        raise ValueError("a defect of ours")
-
-    monkeypatch.setattr(anechoic.cli.list, "models", broken)
-    with pytest.raises(ValueError, match="a defect of ours"):
-        main(["models"])
-
-
-# ---- who may import whom: a room may know those on lower floors, and of its own floor only in one direction
-
-FLOORS = [
-    ["errors", "rng", "outcome", "shortcut", "config"],
+LEVELS = [
+    ["choices", "errors", "rng", "outcome", "shortcut", "config"],
     ["storage", "models"],
     ["data"],
     ["runtime"],
@@ -114,12 +89,11 @@ FLOORS = [
     ["server", "sweeps"],
     ["cli"],
 ]
-FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-ENTRY_POINT_GROUPS = ("anechoic.commands", "anechoic.metrics")
+LEVEL = {package: number for number, packages in enumerate(LEVELS) for package in packages}
 NAMED_IN_TEXT = re.compile(r"anechoic(\.[a-z_]+)+(:\w+)?")
 
 
-def room_of(path):
+def package_of(path):
     relative = path.relative_to(PACKAGE)
     return relative.parts[0] if len(relative.parts) > 1 else relative.stem
 
@@ -146,34 +120,34 @@ def modules_named_in(tree):
 
 @cache
 def edges():
-    """(room, room it knows) -> a file that does"""
+    """(package, package it knows) -> a file that does"""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        room = room_of(path)
-        if room in ("__init__", "__main__"):
+        package = package_of(path)
+        if package in ("__init__", "__main__"):
             continue
         for module in modules_named_in(tree_of(path)):
-            known = module.split(".")[1] if module.startswith("anechoic.") else room
-            if known not in (room, "__version__"):
-                found.setdefault((room, known), path)
+            known = module.split(".")[1] if module.startswith("anechoic.") else package
+            if known in LEVEL and known != package:
+                found.setdefault((package, known), path)
     return found
 
 
-def test_every_room_is_on_a_floor():
-    assert {room_of(path) for path in PACKAGE.rglob("*.py")} - {"__init__", "__main__"} == set(FLOOR)
+def test_every_package_has_a_level():
+    assert {package_of(path) for path in PACKAGE.rglob("*.py")} - {"__init__", "__main__"} == set(LEVEL)
 
 
-def test_nobody_knows_a_room_above():
-    for (room, known), path in edges().items():
-        assert FLOOR[known] <= FLOOR[room], f"{path} knows {known}, which is above {room}"
+def test_no_package_imports_one_above():
+    for (package, known), path in edges().items():
+        assert LEVEL[known] <= LEVEL[package], f"{path} knows {known}, which is above {package}"
 
 
-def test_rooms_do_not_go_round():
-    graph = {room: {known for (other, known) in edges() if other == room} for room in FLOOR}
-    assert len(tuple(TopologicalSorter(graph).static_order())) == len(FLOOR)  # CycleError if they did
+def test_packages_have_no_import_cycle():
+    graph = {package: {known for (other, known) in edges() if other == package} for package in LEVEL}
+    assert len(tuple(TopologicalSorter(graph).static_order())) == len(LEVEL)  # CycleError if they did
 
 
-def test_modules_do_not_go_round_when_they_are_imported():
+def test_modules_have_no_import_cycle():
     """Imports at the top of files, which Python runs at once."""
     modules = {}
     for path in PACKAGE.rglob("*.py"):
@@ -186,7 +160,7 @@ def test_modules_do_not_go_round_when_they_are_imported():
     assert len(tuple(TopologicalSorter(graph).static_order())) == len(modules)
 
 
-def test_only_mae_among_the_models_knows_another_model():
+def test_only_mae_imports_another_model():
     models = {"vit", "mae", "uvit", "sit", "resnet"}
     for path in (PACKAGE / "models").glob("*.py"):
         text = path.read_text()
@@ -195,7 +169,7 @@ def test_only_mae_among_the_models_knows_another_model():
         assert known <= may_know.get(path.stem, set()), path
 
 
-def test_nobody_imports_the_command_line():
+def test_no_module_imports_the_command_line():
     for path in PACKAGE.rglob("*.py"):
         if path.name not in ("cli.py", "__main__.py"):
             assert "anechoic.cli.main" not in set(modules_named_in(tree_of(path))), path
@@ -206,7 +180,7 @@ def test_the_package_runs_as_a_module():
     assert ended.stdout == f"anechoic {anechoic.__version__}\n"
 
 
-def test_only_the_right_files_know_the_heavy_libraries():
+def test_only_figures_import_matplotlib():
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text()
         if "import matplotlib" in text or "from matplotlib" in text:
@@ -214,12 +188,6 @@ def test_only_the_right_files_know_the_heavy_libraries():
         assert ".cuda()" not in text, path
 
 
-@pytest.mark.parametrize("first", ["", "import anechoic.training.loop, anechoic.models.mae, anechoic.recipes.pocket\n"])
-def test_rooms_that_share_a_name_with_a_verb_are_called_as_it(first):
-    """Whether the room has been imported before or not."""
-    code = f"import anechoic\n{first}print(len(anechoic.recipes(filter='pocket').metrics['recipes']) > 3)\n"
-    code += "print('resnet18' in anechoic.models(filter='resnet').text)\n"
-    code += "print(anechoic.training('pocket_mae_digits', dry_run=True).config['recipe'])\n"
-    code += "from anechoic.models import build_model\n"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ended.stdout.split() == ["True", "True", "pocket_mae_digits"]
+def test_the_library_never_names_the_laboratory():
+    for path in PACKAGE.rglob("*.py"):
+        assert "anechoic_lab" not in path.read_text(), path

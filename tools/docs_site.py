@@ -11,7 +11,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import docstring_parser
 
@@ -59,7 +59,7 @@ def made_pages() -> dict[str, str]:
         "contributing.md": relinked((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")),
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
         "citation.txt": (ROOT / "CITATION.cff").read_text(encoding="utf-8"),
-        "reference/commands.md": verbs_page(),
+        "reference/commands.md": commands_page(),
         "reference/python.md": python_page(),
         "reference/settings.md": settings_page(),
         "reference/recipes.md": recipes_page(),
@@ -89,44 +89,47 @@ def relinked(text: str) -> str:
 # ---- the reference
 
 
-def verbs_page() -> str:
-    from anechoic.cli import VERBS
+def commands_page() -> str:
+    from anechoic.cli import command_names
 
     parts = [
-        "# Verbs",
+        "# Commands",
         "",
-        "Each is a command, `anechoic VERB`, and a Python function, `anechoic.VERB(...)`, with the same arguments; "
-        "`-` is `_` in Python. Every command also takes `--json` and `--help`.",
+        "Each is a command, `anechoic COMMAND`, and a Python function, `anechoic.COMMAND(...)`, with the same "
+        "arguments; `-` is `_` in Python. Every command also takes `--json` and `--help`.",
         "",
     ]
-    for name in VERBS:
-        parts += verb_section(name)
+    for name in command_names():
+        parts += command_section(name)
     return "\n".join(parts) + "\n"
 
 
-def verb_section(name: str) -> Iterator[str]:
-    from anechoic.cli import verb
+def command_section(name: str) -> Iterator[str]:
+    from anechoic.cli import find_command
 
-    function = verb(name)
-    told = docstring_parser.parse(inspect.getdoc(function) or "")
-    body = "\n\n".join(text for text in (told.short_description, told.long_description) if text)
+    function = find_command(name)
+    parsed = docstring_parser.parse(inspect.getdoc(function) or "")
+    body = "\n\n".join(text for text in (parsed.short_description, parsed.long_description) if text)
     words, _, example = body.partition("Example: ")
     yield f"## {name}\n"
     yield f"{words.strip()}\n"
     yield f"```bash\n{' '.join(example.split())}\n```\n"
-    rows = list(argument_rows(function, {one.arg_name: one.description or "" for one in told.params}))
+    rows = list(argument_rows(function, {one.arg_name: one.description or "" for one in parsed.params}))
     if rows:
         yield "| argument | default | |\n|---|---|---|"
         yield from rows
         yield ""
 
 
-def argument_rows(function: Any, told: dict[str, str]) -> Iterator[str]:
+def argument_rows(function: Any, descriptions: dict[str, str]) -> Iterator[str]:
+    hints = inspect.get_annotations(function, eval_str=True)
     for parameter in inspect.signature(function).parameters.values():
         given = parameter.kind is inspect.Parameter.KEYWORD_ONLY
         shown = f"--{parameter.name.replace('_', '-')}" if given else parameter.name.upper()
         required = parameter.default is inspect.Parameter.empty
-        yield row(f"`{shown}`", "required" if required else default(parameter.default), told.get(parameter.name, ""))
+        shared = next((mark.help for mark in get_args(hints[parameter.name])[1:] if getattr(mark, "help", None)), "")
+        text = descriptions.get(parameter.name) or shared
+        yield row(f"`{shown}`", "required" if required else default(parameter.default), text)
 
 
 def default(value: Any) -> str:
@@ -144,7 +147,9 @@ def row(*cells: str) -> str:
 def python_page() -> str:
     import anechoic
 
-    names = sorted(anechoic._HOME, key=str.lower)
+    names = sorted(
+        (name for name, module in anechoic._MODULE_OF.items() if not module.startswith("cli.")), key=str.lower
+    )
     parts = [
         "# Python",
         "",

@@ -10,7 +10,7 @@ from anechoic.outcome import Outcome
 
 
 @command
-def demo(*, out: Out = Path("runs/demo"), samples: int = 64_000, seed: Seed = 0) -> Outcome:
+def demo(*, out: Out = "runs/demo", samples: int = 64_000, seed: Seed = 0) -> Outcome:
     """Train a residual and a decayed autoencoder on embedded emoji and write a page that compares them.
 
     It takes minutes. The two differ in alpha_min alone and have the same budget; raw pixels and the untrained network

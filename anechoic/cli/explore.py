@@ -27,7 +27,7 @@ def explore(
     data: Data,
     /,
     *,
-    out: Out = Path("explore.html"),
+    out: Out = "explore.html",
     clusters: int | None = None,
     layer: Layer = -1,
     vector: ImageVector = "flat",

@@ -17,7 +17,7 @@ def sample(
     run: RunDirectory,
     /,
     *,
-    out: Out = Path("samples.png"),
+    out: Out = "samples.png",
     num: int = 64,
     sampler: Sampler | None = None,
     steps: int = 50,

@@ -33,7 +33,7 @@ def sweep(
     fix: Fixed = (),
     seeds: int = 1,
     test: Test = None,
-    out: Out = Path("runs/sweep"),
+    out: Out = "runs/sweep",
     data_root: PathLike | None = None,
     jobs: int | None = None,
     dry_run: DryRun = False,

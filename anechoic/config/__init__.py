@@ -99,7 +99,7 @@ class DataConfig(Section):
 @dataclass(frozen=True)
 class ModelConfig(Section):
     name: str = "mae_base_patch16"
-    """a name that `anechoic models` lists"""
+    """a name that `anechoic list models` lists"""
     options: Options = field(default_factory=dict)
     """options of the model such as dim=48 depth=2; they add to the recipe's"""
 

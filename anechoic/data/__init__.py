@@ -66,7 +66,7 @@ def open_source(
 
     `digits`, `scenes`, `emoji` (each with `:train` or `:test`, scenes also with `:NUMBER`, emoji with `:style=NAME` and
     `:label=object`); a folder, searched to any depth; a text list; .zip, .tar, shards-{000..127}.tar (also by URL); a
-    folder of `anechoic shard`, or its URL; .parquet or a folder of them; .npz, .npy; `hf:NAME[:split]`; an image.
+    folder of `anechoic tools shard`, or its URL; .parquet or a folder of them; .npz, .npy; `hf:NAME[:split]`; an image.
     channels: 3 RGB, 1 gray, 4 with alpha, any number for arrays. size and seed are for scenes only.
     """
     if isinstance(source, Source):

@@ -96,7 +96,7 @@ def is_latents(path: str | Path) -> bool:
 
 def read_card(path: str | Path) -> LatentCard:
     if not is_latents(path):
-        raise UserError(f"{path} is not a directory of latents; write one with anechoic encode-latents.")
+        raise UserError(f"{path} is not a directory of latents; write one with anechoic tools encode-latents.")
     where = str(Path(path) / CARD)
     values = read_table(where)
     if values.get("format") != FORMAT:

@@ -1,4 +1,4 @@
-"""WebDataset shards with an index beside them: written by `anechoic shard`, read in any order, here or by URL.
+"""WebDataset shards with an index beside them: written by `anechoic tools shard`, read in any order, here or by URL.
 
 A shard is a plain tar of KEY.jpg (or another image) and KEY.cls, for any WebDataset reader. The index has the position
 and checksum of every image, so opening a million images reads one file. The loader's order is a function of seed and
@@ -209,7 +209,7 @@ def _remote_index(url: str) -> dict[str, np.ndarray]:
         data = system.cat_file(path)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"There is no {INDEX} at {url!r} ({reason(error)}); write shards with anechoic shard, or give all of "
+            f"There is no {INDEX} at {url!r} ({reason(error)}); write shards with anechoic tools shard, or give all of "
             f"their names, as shard-{{000000..000009}}.tar."
         ) from error
     with numpy_damage(Path(path)), np.load(io.BytesIO(data), allow_pickle=False) as loaded:
@@ -221,7 +221,7 @@ Index = tuple[list[str], np.ndarray, Names, np.ndarray | None, tuple[str, ...] |
 
 def _checked_index(arrays: dict[str, np.ndarray], where: str) -> Index:
     """Return shards, members, names, labels and classes after checking every number."""
-    damage = f"The index of the shards in {where!r} is damaged; write them again with anechoic shard."
+    damage = f"The index of the shards in {where!r} is damaged; write them again with anechoic tools shard."
     wanted = {"format": (0, "U"), "shards": (1, "U"), "sizes": (1, "i"), "members": (1, "V"), "names": (1, "u")}
     for name, (ndim, kind) in {**wanted, "ends": (1, "i")}.items():
         if name not in arrays or arrays[name].ndim != ndim or arrays[name].dtype.kind != kind:

@@ -62,7 +62,7 @@ def model_config(name: str, **options: Any) -> NetworkConfig:
     """The complete config of a named model with some options replaced."""
     if name not in MODELS:
         raise UserError(
-            f"There is no model {name!r}; {nearest_name(name, MODELS, offered=3)} (anechoic models lists all)"
+            f"There is no model {name!r}; {nearest_name(name, MODELS, offered=3)} (anechoic list models lists all)"
         )
     family, size = MODELS[name]
     kinds = hints(FAMILIES[family][0])

@@ -48,7 +48,7 @@ def config_of(card: Any, *, where: str) -> NetworkConfig:
         if library is not None:
             raise UserError(
                 f"{where} is written for {library}, which opens it: load the run it was exported from (of a hub-folder "
-                f"the folder `anechoic` in it), or take it over with anechoic import-weights {where} --out models/new."
+                f"the folder `anechoic` in it), or take it over with anechoic import {where} --out models/new."
             )
         raise UserError(f"{where} has the format {found!r:.60}; this version reads {FORMAT!r}.")
     return from_json(of_kind(card, "config", dict, where=where))

@@ -208,7 +208,7 @@ def refuse_relatives(tensors: Mapping[str, Tensor]) -> None:
     if any(name.startswith("head.0.running_") for name in tensors):
         raise UserError(
             "This is a linear-probe checkpoint: its head is a batch norm and a linear map on a frozen encoder. Import "
-            "the pre-trained checkpoint it started from, and fit a head with anechoic probe."
+            "the pre-trained checkpoint it started from, and fit a head with anechoic evaluate."
         )
     for name in tensors:
         what = RELATIVES.get(name.rpartition(".")[2]) or RELATIVES.get(name.partition(".")[0])

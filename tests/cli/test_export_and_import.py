@@ -1,4 +1,4 @@
-"""The verbs export and import-weights as a user types them."""
+"""The commands export and import as a user types them."""
 
 import json
 
@@ -70,7 +70,7 @@ def test_export_compares_on_the_images_it_is_given(run, tmp_path, capsys):
 def test_import_reports_what_it_read(run, tmp_path, capsys):
     say(capsys, "export", run, "--to", "timm", "--out", tmp_path / "out")
     weights = tmp_path / "out" / "model.safetensors"
-    code, text = say(capsys, "import-weights", weights, "--out", tmp_path / "in", "--num-heads", 3)
+    code, text = say(capsys, "import", weights, "--out", tmp_path / "in", "--num-heads", 3)
     assert code == 0
     assert "is a ViT: 29 tensors" in text
     assert "none missing or unexpected" in text
@@ -85,9 +85,9 @@ def test_import_reports_what_it_read(run, tmp_path, capsys):
         (["export", "{run}", "--to", "timm", "--out", "{run}"], "exists already"),
         (["export", "{tmp}/absent", "--to", "timm", "--out", "{tmp}/out"], "no run or model directory"),
         (["export", "{run}", "--to", "onnx", "--out", "{tmp}/out", "--check", "{tmp}/absent"], "There is no data"),
-        (["import-weights", "{tmp}/absent.pth", "--out", "{tmp}/out"], "There is no checkpoint"),
-        (["import-weights", "{run}/model/model.safetensors", "--out", "{tmp}/out"], "no known architecture"),
-        (["import-weights", "{run}/model/model.safetensors", "--out", "{run}"], "exists already"),
+        (["import", "{tmp}/absent.pth", "--out", "{tmp}/out"], "There is no checkpoint"),
+        (["import", "{run}/model/model.safetensors", "--out", "{tmp}/out"], "no known architecture"),
+        (["import", "{run}/model/model.safetensors", "--out", "{run}"], "exists already"),
     ],
 )
 def test_mistakes_get_one_sentence_and_code_2(arguments, sentence, run, tmp_path, capsys):

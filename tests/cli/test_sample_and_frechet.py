@@ -10,18 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from anechoic.cli.evaluating import noisy_outcome
 from PIL import Image
 from safetensors.torch import load_file
 
 import anechoic
+from anechoic.cli.evaluate import choose
 from anechoic.cli.main import main
 from anechoic.config import Config, OptimConfig, SaveConfig, ValidationConfig
 from anechoic.data.preprocess import Preprocess
 from anechoic.diffusion.generate import Request, generate, training_config, write_images
 from anechoic.diffusion.process import drop_labels
 from anechoic.errors import UserError
-from anechoic.eval.evaluator import Evaluation
 from anechoic.recipes.diffusion import (
     RECIPES,
     pocket_sit_digits_cond,
@@ -396,46 +395,38 @@ def test_any_encoder_of_ours_can_judge(runs: dict[str, Path], tmp_path: Path) ->
 # ---- probing --------------------------------------------------------------------------------------------------------
 
 
-def test_probe_gives_every_layer_at_every_level(runs: dict[str, Path]) -> None:
-    parts = {"train": "digits:train", "test": "digits:test"}
-    found = anechoic.probe(str(runs["cond"]), **parts, noise=(0.01, 0.3))
+def test_probe_has_a_row_for_every_layer_and_noise_level(runs: dict[str, Path]) -> None:
+    parts = {"test": "digits:test", "metrics": "probe"}
+    found = anechoic.evaluate(str(runs["cond"]), "digits:train", **parts, noise=(0.01, 0.3))
     rows = found.metrics["rows"]
     assert [(row["noise"], row["layer"]) for row in rows] == [(t, k) for t in (0.01, 0.3) for k in range(4)]
-    assert "t=0.01" in found.text
-    assert "test-selected maximum" in found.text
-    assert found.text.count("*") == 2
-    again = anechoic.probe(str(runs["cond"]), **parts, noise=(0.3,), layers=(2,))
+    assert "chosen on held-out training data" in found.text
+    again = anechoic.evaluate(str(runs["cond"]), "digits:train", **parts, noise=(0.3,), layers=(2,))
     assert again.metrics["rows"] == [row for row in rows if (row["noise"], row["layer"]) == (0.3, 2)]
-    last = anechoic.probe(str(runs["cond"]), **parts, noise=(0.3,), layers=(-1,))
+    last = anechoic.evaluate(str(runs["cond"]), "digits:train", **parts, noise=(0.3,), layers=(-1,))
     assert last.metrics["rows"] == [row for row in rows if (row["noise"], row["layer"]) == (0.3, 3)]
 
 
-def test_the_choice_does_not_look_at_the_test_data() -> None:
-    rows = [
-        {"noise": 0.1, "layer": 1, "pooling": "mean", "selection": 0.8, "probe": 0.7},
-        {"noise": 0.1, "layer": 2, "pooling": "mean", "selection": 0.7, "probe": 0.9},
-    ]
-    metrics, _ = noisy_outcome(Evaluation(rows, {}, {"train_samples": 1, "test_samples": 1, "classes": 2}))
-    assert metrics["chosen"]["layer"] == 1
-    assert metrics["test_selected_maximum"]["layer"] == 2
-    assert metrics["accuracy"] == 0.7
+def test_choose_reads_held_out_training_data_only() -> None:
+    rows = [{"noise": 0.1, "layer": 1, "pooling": "mean", "probe": 0.7}, {"layer": 2, "pooling": "mean", "probe": 0.9}]
+    found = choose(rows, [{"probe": 0.8}, {"probe": 0.7}], ["probe"])
+    assert (found["layer"], found["accuracy"], found["test_maximum"]) == (1, 0.7, 0.9)
 
 
 def test_noise_levels_and_protocols_are_checked(runs: dict[str, Path]) -> None:
     with pytest.raises(UserError, match="between 0"):
-        anechoic.probe(str(runs["plain"]), train="digits:train", noise=(1.5,))
+        anechoic.evaluate(str(runs["plain"]), "digits:train", metrics="probe", noise=(1.5,))
     with pytest.raises(UserError, match="logistic or in100"):
-        anechoic.probe(str(runs["plain"]), train="digits:train", noise=(0.1,), protocol="mae")
+        anechoic.evaluate(str(runs["plain"]), "digits:train", metrics="probe", noise=(0.1,), protocol="mae")
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"model": "timm:vit_tiny_patch16_224"}, "no --model"),
-        ({"pooling": ("class",)}, "leave --pooling out"),
-        ({"image_size": 16}, "leave --image-size out"),
+        ({"pooling": ("class",)}, "omit --pooling"),
+        ({"image_size": 16}, "omit --image-size"),
     ],
 )
 def test_flags_that_noise_cannot_honor_are_refused(runs: dict[str, Path], flags: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        anechoic.probe(str(runs["plain"]), train="digits:train", noise=(0.1,), **flags)
+        anechoic.evaluate(str(runs["plain"]), "digits:train", noise=(0.1,), **flags)

@@ -201,7 +201,7 @@ def test_dry_run_prints_a_table(tmp_path):
     code, out, _ = cli("reproduce", "table3a", "--dry-run", "--seeds", 1, "--results", tmp_path)
     assert code == 0
     assert out.startswith(pocket.TABLE3A.title)
-    assert "| noskips-alpha0.6-seed0 | " in out
+    assert "noskips-alpha0.6-seed0 " in out
     assert out.count(" | to run |") == 4
     assert " on " in out.splitlines()[-1]
 

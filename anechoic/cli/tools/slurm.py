@@ -31,7 +31,7 @@ def slurm(
     hours: float = 24.0,
     memory_gb: float | None = None,
     partition: str | None = None,
-    out: Out = Path("runs/jobs"),
+    out: Out = "runs/jobs",
     cluster: Cluster = "slurm",
     wait: bool = False,
 ) -> Outcome:
