@@ -112,8 +112,6 @@ def modules_named_in(tree):
             yield node.module
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.Constant) and node.value in ENTRY_POINT_GROUPS:
-            continue
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and NAMED_IN_TEXT.fullmatch(node.value):
             yield node.value.partition(":")[0]
 
