@@ -23,6 +23,8 @@ Stem = Literal["auto", "cifar", "imagenet"]
 Augmentation = Literal["crop", "pad", "center", "none"]
 Resize = Literal["auto", "margin"]
 
+CacheKind = Literal["pixels", "features", "index", "listings", "hashes"]
+
 # Training
 Algorithm = Literal["adamw", "muon"]
 LearningRateSchedule = Literal["cosine", "constant"]

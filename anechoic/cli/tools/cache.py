@@ -4,43 +4,47 @@ from __future__ import annotations
 
 from typing import Any
 
+from anechoic.choices import CacheKind
 from anechoic.cli._command import command
-from anechoic.errors import UserError, nearest_name
 from anechoic.outcome import Outcome
 
 
 @command
-def cache(*, clear: bool = False, only: str | None = None) -> Outcome:
-    """List the caches of decoded pixels, features, indexes and listings with their sizes, or remove them.
+def cache(kind: CacheKind | None = None, /, *, clear: bool = False) -> Outcome:
+    """List the cached pixels, features, indexes, listings and hashes, most recently used first, or remove them.
 
-    Everything in the cache is computed again when it is needed. The environment variable ANECHOIC_CACHE moves it.
+    Everything in the cache is computed again when it is needed. The environment variable ANECHOIC_CACHE moves it,
+    ANECHOIC_CACHE_LIMIT (8GB by default) bounds it.
 
-    Example: anechoic tools cache --clear --only pixels
+    Example: anechoic tools cache pixels --clear
 
     Args:
-        clear: remove what is listed.
-        only: one kind, such as pixels, features or index.
+        kind: only this kind of entries.
+        clear: remove them, except those that a process is writing.
     """
-    import shutil
+    from datetime import datetime
 
-    from anechoic.data import cache_dir
     from anechoic.pages.tables import text_table
+    from anechoic.storage.cache import cache_dir, entries, limit
+    from anechoic.storage.cache import clear as remove
 
-    folder = cache_dir()
-    kinds = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
-    if only is not None:
-        names = [path.name for path in kinds]
-        if only not in names:
-            raise UserError(f"{folder} has no cache {only!r}; {nearest_name(only, names)}")
-        kinds = [path for path in kinds if path.name == only]
-    rows: list[dict[str, Any]] = []
-    for path in kinds:
-        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        rows.append({"cache": path.name, "entries": sum(1 for _ in path.iterdir()), "bytes": size})
-        if clear:
-            shutil.rmtree(path)
-    total = sum(row["bytes"] for row in rows)
-    cells = [[row["cache"], row["entries"], f"{row['bytes'] / 1e6:,.1f} MB"] for row in rows]
-    summary = f"{folder}: {total / 1e6:,.1f} MB{' removed' if clear else ''}."
-    text = f"{text_table(['cache', 'entries', 'size'], cells)}\n{summary}" if rows else summary
-    return Outcome(config={}, metrics={"folder": str(folder), "bytes": total, "rows": rows}, text=text)
+    found = [entry for entry in entries() if kind in (None, entry.kind)]
+    rows: list[dict[str, Any]] = [
+        {
+            "kind": entry.kind,
+            "bytes": entry.size,
+            "last_used": datetime.fromtimestamp(entry.last_used).isoformat(" ", "minutes"),
+            "about": entry.about,
+        }
+        for entry in found
+    ]
+    total = sum(entry.size for entry in found)
+    text = f"{cache_dir()}: {total / 1e6:,.1f} MB in {len(found)} entries, limit {limit() / 1e6:,.0f} MB."
+    metrics: dict[str, Any] = {"folder": str(cache_dir()), "bytes": total, "limit": limit(), "rows": rows}
+    if clear:
+        metrics["freed"] = freed = remove(kind)
+        text += f" Removed {freed / 1e6:,.1f} MB."
+    elif rows:
+        cells = [[row["kind"], f"{row['bytes'] / 1e6:,.1f} MB", row["last_used"], row["about"]] for row in rows]
+        text = f"{text_table(['kind', 'size', 'last used', 'made of'], cells)}\n{text}"
+    return Outcome(config={}, metrics=metrics, text=text)
