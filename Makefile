@@ -1,17 +1,16 @@
-# Everything a newcomer needs: `make demo` shows the main job, `make test` proves the code.
+# `make demo` shows the main use, `make quick` and `make test` check the code, `make docs` builds the site.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-# Where it is set, every process that the tests start would compile all it imports once more.
+# If it is set, every process that the tests start compiles its imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install test quick lint types tests quick-tests demo docs fuzz crash-test clean
+.PHONY: install test quick lint types tests quick-tests matrix demo docs fuzz crash-test clean
 
 install: $(VENV)/everything
 
-# The constraints file pins torch to a build that needs no accelerator; an unpinned install may pull gigabytes. What is
-# never imported is never compiled.
+# The constraints file pins every version. Byte code is compiled on first import.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
 $(BIN)/python:
@@ -33,7 +32,7 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-# Pages are tested in a real browser. Where it may, as root on Debian, `make test` installs one; elsewhere those tests skip.
+# Pages are tested in a browser. As root on Debian `make test` installs one; elsewhere, without a browser, those tests are skipped.
 .PHONY: browser
 browser:
 	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
@@ -42,8 +41,7 @@ browser:
 	  $$get >/dev/null 2>&1 || { apt-get update -qq && $$get; } >/dev/null 2>&1 || echo "chromium could not be installed"; \
 	fi
 
-# A file at a time, since its tests share what they set up; many wait for processes they started, so a third worker fills
-# what that leaves of two cores.
+# One file per worker, since its tests share fixtures. Many tests wait for processes, so three workers use two cores well.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile
 
 test:
@@ -53,20 +51,24 @@ test:
 tests: install
 	$(PYTEST)
 
-# Lint, types and the tests that need neither a training nor a process of their own.
+# Lint, types and the tests that are not marked slow.
 quick: lint
 	$(MAKE) --no-print-directory -j 2 types quick-tests
 
 quick-tests: install
 	$(PYTEST) -m "not slow"
 
-# Damaged and hostile files through every door, each in a process of its own. What fails is kept in tests/fuzz/corpus.
+# The tests of `make quick` on other versions of Python and torch; CONTRIBUTING.md has the table.
+matrix:
+	$(PYTHON) tools/matrix.py $(MATRIX)
+
+# Corrupted and malicious files for every reader, each in a subprocess. Failing inputs are stored in tests/fuzz/corpus.
 FUZZ_INPUTS ?= 5000
 FUZZ_SEED ?= 1
 fuzz: install
 	$(BIN)/python tests/fuzz/fuzz.py --inputs $(FUZZ_INPUTS) --seed $(FUZZ_SEED)
 
-# Faults of every kind in real trainings, which must end as if nothing had happened. The seed is printed.
+# Fault injection in real trainings, which must end with the same bytes as undisturbed ones. The seed is printed.
 CRASH_FAULTS ?= 200
 CRASH_TRAININGS ?= 35
 CRASH_SEED ?= 1
@@ -76,9 +78,9 @@ crash-test: install
 demo: $(VENV)/core
 	$(BIN)/anechoic demo
 
-# The site, which opens from disk: site/index.html.
+# The site opens from disk: site/index.html.
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .matrix site .mypy_cache .ruff_cache .pytest_cache

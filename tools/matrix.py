@@ -34,8 +34,8 @@ def install(python: str, folder: Path, torch: str) -> str:
     """Create the environment; return what went wrong, or nothing."""
     constraints = folder.with_suffix(".txt")
     pins = (ROOT / "constraints.txt").read_text().splitlines()
-    if torch != PINNED:  # other libraries follow their own requirements on torch
-        pins = [pin for pin in pins if not re.match(r"(torch|triton|nvidia)", pin)]
+    if torch != PINNED:  # torch pins versions of its own, and the libraries around it follow it
+        pins = [pin for pin in pins if not re.match(r"torch|triton|nvidia|cuda|sympy", pin)]
     constraints.write_text("\n".join([*pins, *([f"torch=={torch}"] if torch != PINNED else [])]) + "\n")
     own = str(folder / "bin/python")
     pip = [own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]

@@ -49,7 +49,7 @@ RULES: tuple[tuple[str, str, str], ...] = (
     (r"gives|says|tells", "returns, prints, reports", ""),
     (r"hands? out|handed out|puts? out", "returns", ""),
     (r"verbs?", "command", ""),
-    (r"faults?", "defect, bug, failure", r"tests/crash/|fault injection|[Cc]rash|CRASH|inject|[Ss]egmentation fault|segfault"),
+    (r"faults?", "defect, bug, failure", r"tests/crash/|fault injection|[Pp]age fault|[Cc]rash|CRASH|inject|[Ss]egmentation fault|segfault"),
 )  # fmt: skip
 COMPILED = [(re.compile(rf"(?<![A-Za-z])(?:{found})(?![A-Za-z])", re.I), instead, re.compile(fine) if fine else None) for found, instead, fine in RULES]  # fmt: skip
 
@@ -60,6 +60,8 @@ def findings(path: Path) -> list[str]:
     found = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if path.suffix == ".md" and line.lstrip().startswith(">"):
+            continue
+        if path.name == "CHANGELOG.md" and line.startswith("|"):  # the table of old names
             continue
         for rule, instead, fine in COMPILED:
             if fine and fine.search(f"{name}: {line}"):

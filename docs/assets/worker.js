@@ -10,7 +10,7 @@
       document.body.append(this.frame);
       const inside = this.frame.contentWindow, page = this.frame.contentDocument;
       inside.importScripts = (...urls) => Promise.all(urls.map((one) => this.load(page, one)));
-      // What the script says to its page, and what the page says to it.
+      // Messages from the script to its page, and from the page to the script.
       inside.postMessage = (data) => this.hear(data);
       this.load(page, url).then(() => {
         const waiting = this.waiting;

@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, at the sizes below; in git they have no outputs."""
+"""The notebooks run from top to bottom at small sizes; in git they have no outputs."""
 
 import json
 from pathlib import Path
@@ -7,14 +7,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-pytestmark = pytest.mark.slow
-
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
-# What replaces the cell tagged "parameters".
+# Replaces the cell tagged "parameters".
 SMALL = {
     "own_folder": "folder, run, epochs = 'photos', 'runs/photos', 1\noptions = {'image_size': 32, 'batch_size': 8}",
     "two_alphas": "source, labeled = 'emoji:style=noto', 'emoji:test:style=noto'\n"
-    "tested = 'emoji:test:style=twemoji'\n"
+    "test = 'emoji:test:style=twemoji'\n"
     "alphas, seeds, samples = (1.0, 0.6), range(1), 128",
     "your_timm_model": "name, options = 'vit_tiny_patch16_224', {'img_size': 32, 'depth': 2, 'num_classes': 10}\n"
     "pretrained, steps, batch = False, 3, 4",
@@ -31,20 +29,21 @@ def photos(tmp_path):
     return tmp_path
 
 
-def test_every_notebook_is_tried():
+def test_every_notebook_has_parameters():
     assert {path.stem for path in NOTEBOOKS.glob("*.ipynb")} == set(SMALL)
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_git_has_no_outputs(name):
+def test_notebook_in_git_has_no_outputs(name):
     for cell in json.loads((NOTEBOOKS / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]:
         assert not cell.get("outputs")
         assert cell.get("execution_count") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
-def test_the_notebook_runs(name, photos, monkeypatch):
+def test_notebook_runs(name, photos, monkeypatch):
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
