@@ -16,7 +16,7 @@ HINT = "apt-get install chromium, and pip install playwright, show pages in a re
 
 
 def launch() -> Iterator[Any]:
-    """For a session's fixture: one browser for all tests, or a skip that says how to get one."""
+    """Yield one browser for all tests, or skip with a hint how to install one."""
     sync = pytest.importorskip("playwright.sync_api", reason=f"no playwright: {HINT}")
     program = next(filter(None, map(shutil.which, NAMES)), None)
     if program is None:

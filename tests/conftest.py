@@ -1,4 +1,4 @@
-"""What all tests share: one thread, a cache of their own, and the optional real images."""
+"""Shared fixtures: one thread, a private cache, a browser, and the optional real images."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import torch
 from browser import launch
 
 torch.set_num_threads(1)
-# Whoever starts the tests in the background may have switched Ctrl-C off, which the processes of tests would inherit.
+# A background shell may ignore SIGINT, which the subprocesses of tests would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: going through all of it for garbage took a fifth of the time of tests that train."""
+    """Freeze what was imported: scanning it for garbage took a fifth of the time of tests that train."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Decoded images of the tests stay out of the user's cache."""
+    """Keep decoded images of the tests out of the user's cache."""
     folder = tmp_path_factory.mktemp("cache")
     os.environ["ANECHOIC_CACHE"] = str(folder)
     return folder
@@ -34,13 +34,13 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    """One for all tests of pages."""
+    """Start one browser for all tests of pages."""
     yield from launch()
 
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder of real images: ANECHOIC_DATA, or shared/data beside the project."""
+    """Return the folder of real images: ANECHOIC_DATA, or shared/data beside the project."""
     folder = Path(os.environ.get("ANECHOIC_DATA") or Path(__file__).parents[2] / "shared" / "data")
     if not folder.is_dir():
         pytest.skip(f"no real images: {folder} does not exist; set ANECHOIC_DATA to a folder that holds them")
@@ -49,7 +49,7 @@ def shared_data() -> Path:
 
 @pytest.fixture
 def unrendered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures are laid out but not rendered, which is what takes the time."""
+    """Lay out figures without rendering them, which takes most of the time."""
     from anechoic.pages import figures
 
     def save(figure: Any, path: Path) -> list[Path]:

@@ -353,7 +353,7 @@ def qualified(module: nn.Module) -> str:
 
 
 def with_reference_blocks(model: Any, alphas: list[float]) -> Any:
-    """The plain network, changed in place so that its blocks put out alpha x + f(x) as written above."""
+    """Change the plain network in place so that its blocks return alpha x + f(x) as written above."""
     remaining = iter(alphas)
     for name, block in model.named_modules():
         if name.startswith("decoder"):

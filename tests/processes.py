@@ -1,7 +1,7 @@
-"""Commands of anechoic in processes of their own, and what the system says of processes.
+"""Commands of anechoic in subprocesses, and what the system knows about processes.
 
-A command is a fork of a process that has imported everything once, so it starts in a moment. To the training itself,
-its workers and whoever sends it a signal it is the same as one that a shell started.
+A command is a fork of a process that has imported everything, so it starts quickly. For the training, its workers and
+signals it behaves like one that a shell started.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Command:
         self._process.kill()
 
     def end(self) -> Command:
-        """Wait for its end; `stdout` and `stderr` hold what it said."""
+        """Wait for its end; `stdout` and `stderr` hold its output."""
         self._process.join(PATIENCE)
-        assert self.returncode is not None, f"waited in vain for process {self.pid}"
+        assert self.returncode is not None, f"process {self.pid} did not end within {PATIENCE} seconds"
         self.stdout, self.stderr = (path.read_text() for path in self._files)
         for path in self._files:
             path.unlink()
@@ -50,7 +50,7 @@ class Command:
 
 
 def give(arguments: list[str], files: list[Path], environment: dict[str, str]) -> None:
-    """In the fork: become the command."""
+    """Become the command, in the fork."""
     os.setsid()
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)  # the system's default
     os.environ.update(environment)
@@ -71,12 +71,12 @@ def run_to_the_end(arguments: Iterable[str]) -> Command:
 def wait_until(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + PATIENCE
     while not condition():
-        assert time.monotonic() < deadline, f"waited in vain until {what}"
+        assert time.monotonic() < deadline, f"not within {PATIENCE} seconds: {what}"
         time.sleep(0.002)
 
 
 def parent_of(pid: int) -> int | None:
-    """Of a process that lives; None for one that ended."""
+    """Return the parent of a running process; None for one that ended."""
     try:
         state, parent = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[:2]
     except (FileNotFoundError, ProcessLookupError):
@@ -89,7 +89,7 @@ def alive(pid: int) -> bool:
 
 
 def descendants(pid: int) -> set[int]:
-    """Every process below this one, by the system's own list."""
+    """Return the ids of all descendants of a process."""
     parents = {int(path.name): parent_of(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
     found: set[int] = set()
     todo = {pid}

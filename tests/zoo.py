@@ -1,4 +1,4 @@
-"""Every family at a size that runs in milliseconds, and how to call it: shared by tests of models and of surgery."""
+"""Every model family at a size that runs in milliseconds, with its inputs: shared by many tests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ZOO: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make(case: str, **options: Any) -> Any:
-    """A tiny network whose weights are all away from their (often zero) initial values."""
+    """Return a tiny network whose weights all differ from their (often zero) initial values."""
     name, tiny = ZOO[case]
     torch.manual_seed(0)
     model = build_model(name, **{**tiny, **options})
@@ -48,7 +48,7 @@ def make(case: str, **options: Any) -> Any:
 
 
 def inputs(model: nn.Module, *, dtype: torch.dtype = torch.float32, batch: int = 3) -> tuple[Tensor, ...]:
-    """Arguments of the network's forward, the same for every network of the same shape."""
+    """Return the arguments of the forward, the same for every network of the same shape."""
     config: Any = model.config
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(batch, config.in_channels, *config.size, generator=generator, dtype=torch.float64).to(dtype)
@@ -63,7 +63,7 @@ def inputs(model: nn.Module, *, dtype: torch.dtype = torch.float32, batch: int =
 
 
 def outputs(model: nn.Module, *arguments: Tensor) -> Tensor:
-    """Everything the network puts out, flattened into one vector."""
+    """Return all outputs of the network, flattened into one vector."""
     out = model(*arguments)
     parts = list(out) if isinstance(out, tuple) else [out]
     return torch.cat([part.flatten() for part in parts])

@@ -1,9 +1,9 @@
-"""What finding costs in a large collection: time and peak memory of search and explore on drawn vectors.
+"""Time and peak memory of search and explore in a large collection of random vectors.
 
     python tools/finding_memory.py results/finding-memory.json [--count 100000] [--width 512]
 
-Vectors lie in a file, as those of an index do: a thousand clusters of different sizes, and one image in a hundred there
-twice. What is measured is everything but reading images.
+Vectors are in a file, as those of an index: a thousand clusters of different sizes, and one image in a hundred twice.
+Everything but reading images is measured.
 """
 
 from __future__ import annotations

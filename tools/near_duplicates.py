@@ -1,4 +1,4 @@
-"""How well copies are told from other images: altered copies planted in a folder of photos, and what `explore` finds.
+"""Detection of near-duplicates: altered copies inserted into a folder of photos, and what `explore` finds.
 
     python tools/near_duplicates.py results/near-duplicates.json RUN FOLDER
 

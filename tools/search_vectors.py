@@ -1,9 +1,9 @@
-"""Which vector finds best: every pooling and scaling of some encoders, measured with labels they never saw.
+"""Retrieval by every pooling and scaling of some encoders, measured with labels that were not used in training.
 
     python tools/search_vectors.py results/search-vectors.json --emoji RUN ... --photos RUN TRAIN VAL
 
-Emoji: the nearest drawing by another hand is the same thing (`emoji:test`). Photos: images of VAL are searched for in
-TRAIN, and what is found is of the same class. A scaling is fitted to what is searched in, as `anechoic search` does.
+Emoji: the nearest drawing in another style is the same object (`emoji:test`). Photos: images of VAL are searched for in
+TRAIN, and the result is of the same class. A scaling is fitted to what is searched in, as `anechoic search` does.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def scalings_for(vectors: np.ndarray) -> list[Any]:
     return [scaling for scaling in SCALINGS if scaling != "whitened" or vectors.shape[1] <= WIDEST]
 
 
-def across_hands(run: str) -> list[dict[str, Any]]:
+def across_styles(run: str) -> list[dict[str, Any]]:
     source = open_source("emoji:test", labels=True)
     things, styles = source.facets["object"], source.facets["style"]
     return [
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--photos", nargs=3, metavar=("RUN", "TRAIN", "VAL"))
     asked = parser.parse_args()
     started = time.perf_counter()
-    rows = [{"data": "emoji:test", "run": Path(run).name, **row} for run in asked.emoji for row in across_hands(run)]
+    rows = [{"data": "emoji:test", "run": Path(run).name, **row} for run in asked.emoji for row in across_styles(run)]
     if asked.photos:
         run, train, val = asked.photos
         rows += [{"data": Path(val).parent.name, "run": Path(run).name, **row} for row in same_class(run, train, val)]

@@ -2,9 +2,9 @@
 
     python tools/validate_verdict.py --train runs/validation --emoji "runs/emoji/*" --out results/verdict-signals.json
 
-`--train` trains the grid below on digits first (about ten minutes on one core; the same command goes on). `--emoji`
-takes finished runs on the embedded emoji, of which the end is looked at. A set that is not asked for keeps its place in
-the record. Labels are used here only, to see what the signals are worth.
+`--train` trains the grid below on digits first (about 10 CPU minutes; the same command resumes). `--emoji` takes
+finished runs on the embedded emoji and evaluates their end. A set that is not requested stays in the record. Labels are
+used here only, to evaluate the signals.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def over_checkpoints(by_run: dict[str, list[dict[str, Any]]], signal: str) -> di
     return {"rho": rho(range(len(groups))), "low": float(low), "high": float(high), "checkpoints": count}
 
 
-def judged(runs: Sequence[Path], train: str, test: str, *, part: slice) -> dict[str, Any]:
+def evaluated(runs: Sequence[Path], train: str, test: str, *, part: slice) -> dict[str, Any]:
     points = []
     for run in runs:
         points += points_of(run, train, test, part=part)
@@ -191,11 +191,11 @@ def main() -> None:
     arguments = parser.parse_args()
     sets = json.loads(arguments.out.read_text())["sets"] if arguments.out.exists() else {}
     if arguments.train:
-        sets["digits"] = judged(train_grid(arguments.train), "digits:train", "digits:test", part=slice(1, None, 2))
+        sets["digits"] = evaluated(train_grid(arguments.train), "digits:train", "digits:test", part=slice(1, None, 2))
     runs = sorted(Path(path) for pattern in arguments.emoji for path in glob(pattern))
     runs = [run for run in runs if (run / "checkpoints").is_dir()]
     if runs:
-        sets["emoji"] = judged(runs, "emoji:train:label=group", "emoji:test:label=group", part=slice(-1, None))
+        sets["emoji"] = evaluated(runs, "emoji:train:label=group", "emoji:test:label=group", part=slice(-1, None))
     record = {"schema": 1, "seed": 0, "commit": commit(), "machine": machine(), "sets": sets}
     arguments.out.write_text(json.dumps(rounded(record), indent=1) + "\n")
 

@@ -1,9 +1,9 @@
-"""The crash test: faults from a printed seed injected into real trainings, which must end as if nothing had happened.
+"""The crash test: faults from a printed seed are injected into real trainings, which must end as if undisturbed.
 
-`make crash-test` runs it. After every fault the same command is given again. At the end weights, optimizer state, EMA
+`make crash-test` runs it. After every fault the same command runs again. At the end weights, optimizer state, EMA
 and metrics (times aside) must equal those of an undisturbed run, byte for byte.
-Where equality cannot be, the command must refuse in one sentence; then what was damaged is put back. A training that
-breaks is reported, and the next one begins.
+Where equality is impossible, the command must refuse with one sentence; then the damage is undone. A failed training is
+reported, and the next one begins.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def scenarios(sources: dict[str, str]) -> dict[str, list[str]]:
         "mae, shards, worker": [*MAE, *SETTINGS, *FILES, "--data.source", sources["shards"], "--data.workers", "1"],
         "mae, 2 processes": [*MAE, *SETTINGS, *parts, "--devices", "2"],
         "u-vit, 2 processes": [*UVIT, *SETTINGS, "--devices", "2"],
-        "mae, 2 processes, shared out": [*MAE, *SETTINGS, "--devices", "2", "--fsdp"],
+        "mae, 2 processes, sharded": [*MAE, *SETTINGS, "--devices", "2", "--fsdp"],
     }
 
 
@@ -90,18 +90,18 @@ def scenarios(sources: dict[str, str]) -> dict[str, list[str]]:
 
 
 def is_refusal(code: int, words: str) -> bool:
-    told = [line for line in words.splitlines() if line.startswith("anechoic: ")]
-    return code == 2 and len(told) == 1 and "Traceback" not in words
+    errors = [line for line in words.splitlines() if line.startswith("anechoic: ")]
+    return code == 2 and len(errors) == 1 and "Traceback" not in words
 
 
 def disturb(training: Training, name: str) -> str:
-    """Inject one fault and give the command; says how that ended."""
+    """Inject one fault, run the command, and return how it ended."""
     undo: Undo = None
     jump = training.rng.choice([-86_400.0, 86_400.0]) if name == "clock jump" else 0.0
     if name in BETWEEN:
         undo = BETWEEN[name](training)
     fresh = name == "SIGKILL to the command" and training.rng.random() < 0.2
-    pid = training.started_anew() if fresh else training.start(clock_jump=jump)
+    pid = training.start_interpreter() if fresh else training.start(clock_jump=jump)
     running = {**WHILE_IT_RUNS, **WITH_A_DISK_OF_ITS_OWN}.get(name)
     hit = training.wait_for_moment(pid)
     if running is not None and hit:
@@ -111,24 +111,24 @@ def disturb(training: Training, name: str) -> str:
     code, words = training.finish(pid), training.log.read_text()
     refused = undo is not None and code == 2
     if undo is not None and (refused or name == "image changed or lost"):
-        undo()  # a run mends its own files, never somebody's images
+        undo()  # a run repairs its own files, never the images
     if refused:
         assert is_refusal(code, words), words
         return "refused"
     expected = (0, 128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
-    told = is_refusal(code, words) and ("was ended by" in words or "was ended from outside" in words)
+    killed = is_refusal(code, words) and ("was ended by" in words or "was ended from outside" in words)
     full = is_refusal(code, words) and name in WITH_A_DISK_OF_ITS_OWN
-    assert code in expected or told or full, f"{name}: exit code {code}\n{words}"
+    assert code in expected or killed or full, f"{name}: exit code {code}\n{words}"
     assert "Traceback" not in words, f"{name}\n{words}"
-    return "went on" if code == 0 else "stopped"
+    return "finished" if code == 0 else "stopped"
 
 
 def content(run: Path) -> dict[str, object]:
-    """What must be equal: every byte of the last checkpoint and of the weights, every record without its times."""
+    """Return what must be equal: the bytes of the last checkpoint and of the weights, the metrics without times."""
     last = checkpoint.checkpoints(run / "checkpoints")[-1]
     found: dict[str, object] = {"checkpoint": last.name, "metrics": records(run)}
     files = [run / "model" / "model.safetensors", run / "model" / "config.json", last / "config.json"]
-    if checkpoint.in_parts(last):  # the order of a part's header is left to chance, its numbers are not
+    if checkpoint.in_parts(last):  # the order of a shard's header is random, its tensors are not
         for part in ("model", "optimizer", "ema"):
             for name, tensor in checkpoint.read_tensors(last, part).items():
                 found[f"{part}/{name}"] = tensor.numpy().tobytes()
@@ -143,14 +143,14 @@ def records(run: Path) -> list[dict[str, object]]:
 
 
 def samples_amiss(found: dict[str, object], expected: dict[str, object]) -> int:
-    """Samples trained on too often or not at all: those between two lines of metrics that one run has more often."""
+    """Return the number of samples lost or repeated, from the lines of metrics that only one run has."""
 
     def spans(content: dict[str, object]) -> Counter[tuple[int, int]]:
         ends = [record["seen"] for record in content["metrics"] if record["kind"] == "train"]  # type: ignore[attr-defined]
         return Counter(zip([0, *ends], ends))  # noqa: B905
 
-    ours, theirs = spans(found), spans(expected)
-    return sum(abs(ours[span] - theirs[span]) * abs(span[1] - span[0]) for span in ours | theirs)
+    ours, other = spans(found), spans(expected)
+    return sum(abs(ours[span] - other[span]) * abs(span[1] - span[0]) for span in ours | other)
 
 
 def leftovers(run: Path) -> list[str]:
@@ -164,7 +164,7 @@ def leftovers(run: Path) -> list[str]:
 
 @dataclass
 class Tally:
-    """What happened so far."""
+    """Counts over all trainings."""
 
     faults: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -186,7 +186,7 @@ class Tally:
 
     def lines(self) -> list[str]:
         kinds = [f"{count:4d}  {name}" for name, count in sorted(self.faults.items())]
-        ends = ", ".join(f"{self.outcomes[name]} {name}" for name in ("stopped", "went on", "refused"))
+        ends = ", ".join(f"{self.outcomes[name]} {name}" for name in ("stopped", "finished", "refused"))
         return [
             *kinds,
             f"{self.faults.total()} faults: {ends}",
@@ -198,7 +198,7 @@ class Tally:
 def crash_test(
     *, faults: int, trainings: int, seed: int, only: str = "", work: Path, own_disks: bool, tally: Tally
 ) -> None:
-    """Spread the faults over the trainings, whose plans take turns."""
+    """Spread the faults over the trainings, which alternate between the scenarios."""
     rng = random.Random(seed)
     os.environ["ANECHOIC_CACHE"] = str(work / "cache")
     sources = make_data(work / "data")
@@ -224,9 +224,9 @@ def crash_test(
             for name in share
         ]
         started = time.monotonic()
-        said = "equal" if carry_through(training, share, straight[plan], tally) else "BROKEN"
+        result = "equal" if carry_through(training, share, straight[plan], tally) else "BROKEN"
         print(
-            f"training {number + 1} of {trainings}, {plan}: {len(share)} faults, {said}, "
+            f"training {number + 1} of {trainings}, {plan}: {len(share)} faults, {result}, "
             f"{time.monotonic() - started:.0f} s",
             flush=True,
         )
@@ -235,7 +235,7 @@ def crash_test(
 
 
 def carry_through(training: Training, share: list[str], expected: dict[str, object], tally: Tally) -> bool:
-    """One training with its share of the faults, to its end; False, and told, if that was not as it must be."""
+    """Run one training with its faults to its end; return whether it ended as it must."""
     happened: list[str] = []
     try:
         for name in share:
@@ -243,21 +243,21 @@ def carry_through(training: Training, share: list[str], expected: dict[str, obje
             tally.faults[name] += 1
             tally.outcomes[disturb(training, name)] += 1
             if (training.run / "results.json").exists() and len(happened) < len(share):
-                tally.compare(training, expected, happened)  # faster than the fault; the next one meets a new run
+                tally.compare(training, expected, happened)  # it ended before the fault; the next fault gets a new run
                 shutil.rmtree(training.run)
         assert training.finish(training.start()) == 0, training.log.read_text()
         tally.compare(training, expected, happened)
     except AssertionError as problem:
         tally.orphans += isinstance(problem, OrphanError)
-        told = f"after {happened}, {training.notes}: {type(problem).__name__} {problem}"
-        tally.broken.append(told)
-        print(told, flush=True)
+        problem_text = f"after {happened}, {training.notes}: {type(problem).__name__} {problem}"
+        tally.broken.append(problem_text)
+        print(problem_text, flush=True)
         return False
     return True
 
 
 def may_mount() -> bool:
-    """Whether this process is in a mount namespace of its own, where it may fill disks."""
+    """Return whether this process has its own mount namespace, where it may fill disks."""
     return os.environ.get("ANECHOIC_OWN_DISKS") == "1"
 
 
@@ -280,7 +280,7 @@ def main() -> int:
     print("\n".join(tally.lines()))
     if tally.broken:
         return 1
-    print(f"seed {options.seed}: all equal or refused in a sentence; {time.monotonic() - started:.0f} s")
+    print(f"seed {options.seed}: all equal or refused; {time.monotonic() - started:.0f} s")
     return 0
 
 

@@ -48,7 +48,7 @@ def role(pid: int, launcher: int) -> str:
     return "rank" if parent_of(pid) == launcher else "worker"
 
 
-def watch(command: list[str], run: Path, *, every: float) -> dict[str, list[tuple[int, float, int]]]:
+def observe(command: list[str], run: Path, *, every: float) -> dict[str, list[tuple[int, float, int]]]:
     """{"rank 123": [(samples seen, MB, descriptors), ...], ...} of a training from its start to its end."""
     seen: dict[str, list[tuple[int, float, int]]] = defaultdict(list)
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -87,11 +87,11 @@ def main() -> int:
         settings += ["--devices", "2", "--data.workers", "2", *(["--fsdp"] if options.fsdp else [])]
         command = [sys.executable, "-m", "anechoic.cli.main", "train", *MAE, *FILES, *settings, "--out", str(run)]
         started = time.monotonic()
-        watched = watch(command, run, every=0.5)
+        samples_of = observe(command, run, every=0.5)
         print(f"{options.updates} updates, 2 processes with 2 workers each, {time.monotonic() - started:.0f} s")
         starts = len(read_metrics(run))
     print(f"{'process':18s}  MB resident, by fifth of the run          open descriptors")
-    for name, points in sorted(watched.items()):
+    for name, points in sorted(samples_of.items()):
         if len(points) < 10:
             continue
         memory, files = fifths(points, samples, 1), fifths(points, samples, 2)

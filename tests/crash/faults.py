@@ -1,7 +1,4 @@
-"""The faults of the crash test: what is done to a training while it runs, and to its files between two commands.
-
-Which, when and how often is decided by crash_test.py.
-"""
+"""The faults of the crash test: while a training runs, and between two commands. crash_test.py chooses among them."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from processes import alive, descendants
 
 import anechoic.cli.main
 import anechoic.cli.train
-import anechoic.training.loop  # all once, here: a training is a fork of this process and starts at once
+import anechoic.training.loop  # imported once: a training is a fork of this process
 from anechoic.runtime import checkpoint
 
 PATIENCE = 300.0  # seconds; the machine may be busy
@@ -51,8 +48,8 @@ class Training:
     notes: list[str] = field(default_factory=list)
 
     def start(self, *, clock_jump: float = 0.0) -> int:
-        """A process of its own session that gives the command; its id."""
-        self.log.write_bytes(b"")  # it may be killed before it opens it
+        """Fork a process with its own session that runs the command; return its id."""
+        self.log.write_bytes(b"")  # it may be killed before it opens the file
         pid = os.fork()
         if pid:
             return pid
@@ -63,7 +60,7 @@ class Training:
             code = 128 + signal.SIGINT
         except BaseException:
             traceback.print_exc()
-        finally:  # whatever happens, this copy of the driver goes no further
+        finally:  # this copy of the driver must not continue
             os._exit(code)
 
     def _become_training(self, clock_jump: float) -> int:
@@ -74,7 +71,7 @@ class Training:
         if clock_jump:
             real, born = time.time, time.time()
             time.time = lambda: real() + (clock_jump if real() - born > 0.5 else 0.0)  # type: ignore[assignment]
-        # Ranks that are started from here need not import the driver: a command's main module is small.
+        # Ranks need not import the driver as their main module.
         sys.modules["__main__"] = types.ModuleType("__main__")
         sys.argv = ["anechoic", "train", *self.command, "--out", str(self.run)]
         try:
@@ -85,14 +82,14 @@ class Training:
             sys.stdout.flush()
             sys.stderr.flush()
 
-    def started_anew(self) -> int:
-        """The command in a fresh interpreter, as a person gives it."""
+    def start_interpreter(self) -> int:
+        """Start the command in a new interpreter, as a shell does."""
         line = [sys.executable, "-m", "anechoic.cli.main", "train", *self.command, "--out", str(self.run)]
         with open(self.log, "wb") as log:
             return subprocess.Popen(line, stdout=log, stderr=log, start_new_session=True).pid
 
     def finish(self, pid: int) -> int:
-        """Its exit code; nobody whom it started outlives it for long."""
+        """Return its exit code; its subprocesses must exit soon after it."""
         family = descendants(pid)
         deadline = time.monotonic() + PATIENCE
         while True:
@@ -112,7 +109,7 @@ class Training:
         return os.waitstatus_to_exitcode(status)
 
     def wait_for_moment(self, pid: int) -> bool:
-        """Wait for a random moment: while it starts, while it saves, or after some updates. False: it is over."""
+        """Wait for a random moment: at the start, during a save, after some updates. Return False if it has ended."""
         kind = self.rng.choice(["start", "saving", "progress", "progress"])
         goal = self.seen() + self.rng.randrange(1, 18) * BATCH
         longest = 6.0 if "--devices" in self.command else 0.5  # to start: ranks are no forks and import torch
@@ -163,7 +160,7 @@ def pause(training: Training, pid: int) -> None:
 
 
 def intrude(training: Training, pid: int) -> None:
-    """A second process on the same run: refused, and it disturbs nobody."""
+    """Start a second process on the same run, which must be refused."""
     other = Training(training.command, training.run, training.sources, training.rng, training.log.with_suffix(".other"))
     code = other.finish(other.start())
     words = other.log.read_text()
@@ -171,7 +168,7 @@ def intrude(training: Training, pid: int) -> None:
 
 
 def fill_disk(training: Training, pid: int) -> None:
-    """Not a byte is left for a while."""
+    """Fill the disk for a while."""
     ballast = training.run.parent / "ballast"
     with open(ballast, "wb", buffering=0) as file:
         try:
@@ -228,7 +225,7 @@ def damage_file(path: Path, rng: random.Random) -> str:
 
 
 def restoring(path: Path) -> Undo:
-    """For a run that has nothing else left to go on from."""
+    """Return how to restore a file that the run cannot repair."""
     before = path.read_bytes()
     return lambda: path.write_bytes(before) and None
 
@@ -262,7 +259,7 @@ def edit_state(training: Training) -> Undo:
 
 
 def damage_run_file(training: Training) -> Undo:
-    """config.json, env.json, metrics.jsonl, results.json or a file of model/; what the run cannot mend is put back."""
+    """Damage a file of the run directory; the returned function restores it where the run cannot repair it."""
     names = ["config.json", "env.json", "metrics.jsonl", "results.json", "model/config.json", "model/model.safetensors"]
     present = [training.run / name for name in names if (training.run / name).is_file()]
     if not present:
@@ -275,7 +272,7 @@ def damage_run_file(training: Training) -> Undo:
 
 
 def damage_data(training: Training) -> Undo:
-    """An image is lost, or has other content at equal size and time."""
+    """Delete an image, or change its content at equal size and time."""
     path = Path(training.rng.choice(sorted(Path(training.sources["folder"]).iterdir())))
     before, status, parent = path.read_bytes(), path.stat(), path.parent.stat()
     if training.rng.random() < 0.5:
@@ -292,8 +289,8 @@ def damage_data(training: Training) -> Undo:
     return undo
 
 
-def forget_pixels(training: Training) -> Undo:
-    """Everything has to be decoded again, so that the next fault may come while it is."""
+def delete_pixel_cache(training: Training) -> Undo:
+    """Delete the pixel cache, so that the next fault may come while images are decoded."""
     shutil.rmtree(Path(os.environ["ANECHOIC_CACHE"]) / "pixels", ignore_errors=True)
     return None
 
@@ -303,5 +300,5 @@ BETWEEN: dict[str, Callable[[Training], Undo]] = {
     "state.json edited": edit_state,
     "run file damaged": damage_run_file,
     "image changed or lost": damage_data,
-    "pixels forgotten": forget_pixels,
+    "pixel cache deleted": delete_pixel_cache,
 }

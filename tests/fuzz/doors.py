@@ -1,4 +1,4 @@
-"""The doors of the fuzzer: for each kind of file a whole example and how it is read, and inputs made to harm."""
+"""The readers of the fuzzer: for each kind of file a valid example and how it is read, and malicious inputs."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ def make_models(folder: Path) -> None:
     for name, model in models.items():
         preprocess = Preprocess((0.5,) * 3, (0.5,) * 3, 16, 3)
         write_model(folder / name, model.state_dict(), model_card(model, preprocess))
-        # Whoever makes a file to harm leaves out the checksum, so what is behind it must hold too.
+        # A malicious file has no checksum, so the checks behind it must hold too.
         card = json.loads((folder / name / "config.json").read_text())
         del card["weights_sha256"]
         (folder / name / "config.json").write_text(json.dumps(card))
@@ -402,7 +402,7 @@ def make_index(folder: Path) -> None:
 
 
 def enter_index(path: Path) -> str:
-    """A damaged index is never an error: it is made anew, for a reason that is said."""
+    """A corrupted index is never an error: it is rebuilt, with a reason."""
     from anechoic.index.index import Searchable, read
 
     known, reason = read(path, "this one")
@@ -439,7 +439,7 @@ def make_seeds(folder: Path) -> None:
         door.make(folder / name)
 
 
-# ---- made to harm
+# ---- malicious inputs
 
 
 class Trap:

@@ -1,8 +1,8 @@
-"""A fuzzer for every door through which a file enters: damaged, hostile and odd inputs, each in a process of its own.
+"""A fuzzer for every reader of files: corrupted, malicious and unusual inputs, each in a subprocess.
 
-`make fuzz` runs it. An input passes if its door reads it or refuses it
-with a UserError of one line, within the limits, without writing outside of its folder and without running code. One
-that fails is kept in tests/fuzz/corpus, where `make test` tries it again. Doors are in doors.py.
+`make fuzz` runs it. An input passes if its reader reads it or refuses it with a UserError of one line, within the
+limits, without writing outside its folder and without running code. A failing input is stored in tests/fuzz/corpus,
+which `make test` replays. The readers are in doors.py.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Any
 # Before anything is imported that reads them: no network, one thread, no caches of the user.
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TQDM_DISABLE": "1"}
 
-# Processor time is what counts; the clock only ends what waits for ever, on however busy a machine.
-PROCESSOR_SECONDS, WALL_SECONDS, MEMORY = 5, 120, 1 << 30
+# CPU time is limited; the wall clock only ends what waits forever.
+CPU_SECONDS, WALL_SECONDS, MEMORY = 5, 120, 1 << 30
 CORPUS = Path(__file__).parent / "corpus"
 RUNS_PROGRAMS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.spawn", "pty.spawn")
 
@@ -76,11 +76,11 @@ def limited(action: Callable[[], str], home: Path) -> dict[str, Any]:
     from anechoic.errors import UserError
 
     offences: list[str] = []
-    watch(offences, home)
+    record_offences(offences, home)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (PROCESSOR_SECONDS, PROCESSOR_SECONDS + 1))
-    room = address_space() + MEMORY
-    resource.setrlimit(resource.RLIMIT_AS, (room, room))
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
+    limit = address_space() + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
     os.dup2(silence, 2)
@@ -90,7 +90,7 @@ def limited(action: Callable[[], str], home: Path) -> dict[str, Any]:
     except UserError as error:
         outcome, detail = "refused", str(error)
         if "\n" in detail or not 10 <= len(detail) <= 1000:
-            outcome = "refused, but not in a sentence"
+            outcome = "refused without a sentence"
     except BaseException:
         outcome, detail = "traceback", traceback.format_exc()[-4000:]
     if offences:
@@ -98,8 +98,8 @@ def limited(action: Callable[[], str], home: Path) -> dict[str, Any]:
     return {"outcome": outcome, "detail": detail, "memory": max(0, peak() - before)}
 
 
-def watch(offences: list[str], home: Path) -> None:
-    """Note every program started, connection made, and file written outside of home."""
+def record_offences(offences: list[str], home: Path) -> None:
+    """Record every program started, connection made, and file written outside of home."""
     inside = str(home.resolve())
 
     def hook(event: str, arguments: tuple) -> None:
@@ -128,7 +128,7 @@ def resident() -> int:
 
 
 def peak() -> int:
-    """Of the resident memory; a forked process starts with its parent's, so the difference is what it took."""
+    """Return the peak resident memory; a fork starts with that of its parent."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -139,7 +139,7 @@ DEEP = "[" * 3000 + "]" * 3000
 
 
 def odd_value(rng: random.Random, old: Any) -> Any:
-    """Something else for a JSON value; strings beginning with a mark become raw text such as NaN or deep nesting."""
+    """Return another JSON value; strings that begin with RAW: become raw text such as NaN or deep nesting."""
     number = old if isinstance(old, int | float) and not isinstance(old, bool) else 1
     others = [
         *(
@@ -167,7 +167,7 @@ def odd_value(rng: random.Random, old: Any) -> Any:
 
 
 def damage_json(data: bytes, rng: random.Random) -> bytes:
-    """One to three values anywhere in the tree changed, removed or added."""
+    """Change, remove or add one to three values anywhere in the tree."""
     tree = json.loads(data)
     for _ in range(rng.randint(1, 3)):
         places = list(walk(tree))
@@ -196,7 +196,7 @@ def walk(tree: Any) -> Any:
 
 
 def damage_bytes(data: bytes, rng: random.Random) -> bytes:
-    """Flipped, cut, zeroed, doubled, moved or odd numbers written in, mostly where headers are."""
+    """Flip, cut, zero, repeat or overwrite bytes, mostly in headers."""
     found = bytearray(data)
     for _ in range(rng.choice([1, 1, 2, 4, 16])):
         if not found:
@@ -231,7 +231,7 @@ def damage_safetensors(data: bytes, rng: random.Random) -> bytes:
 
 
 def damage_file(path: Path, rng: random.Random) -> None:
-    """Change one file, or what its name stands for."""
+    """Change the content of one file, or replace it by a pipe, folder or link."""
     if rng.random() < 0.06:
         path.unlink()
         kind = rng.randrange(5)
@@ -323,7 +323,7 @@ def kept(folder: Path, home: Path) -> Path:
 
 
 def fuzz(*, inputs: int, seed: int, only: str | None = None, keep_failures: bool = True) -> dict[str, Any]:
-    """Every special input once, then so many damaged ones, the doors taking turns."""
+    """Read every special input once, then corrupted ones of every reader in turn; return counts and failures."""
     from doors import DOORS, SPECIALS, load_everything, make_seeds
 
     load_everything()
@@ -363,7 +363,7 @@ def fuzz(*, inputs: int, seed: int, only: str | None = None, keep_failures: bool
 
 
 def replay() -> int:
-    """Try every input of the corpus again; the number of those that fail."""
+    """Read every input of the corpus again; return the number of failures."""
     from doors import load_everything
 
     load_everything()
@@ -380,7 +380,7 @@ def replay() -> int:
 
 
 def isolated_making(make: Callable[[], None]) -> str:
-    """Run in a child, so that libraries start their threads there and not in the process that forks."""
+    """Run in a subprocess, so that the process that forks stays without threads; return what went wrong."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -396,7 +396,7 @@ def isolated_making(make: Callable[[], None]) -> str:
 
 
 def made_aside(make: Callable[[Path], Path], home: Path) -> Path:
-    """make(home) in a child: an input that needs much memory to be made is not counted to its reading."""
+    """Return make(home), run in a subprocess so that its memory does not count as that of reading."""
     note = home.with_suffix(".name")
     problem = isolated_making(lambda: note.write_text(str(make(home))) and None)
     assert not problem, problem
@@ -431,7 +431,7 @@ def main() -> int:
         print(f"{count:6d}  {line}")
     print(
         f"{found['inputs']} inputs, seed {arguments.seed}: {len(found['failures'])} failures; at most "
-        f"{found['memory'] / 2**20:.0f} MB and {found['seconds']:.1f} s of processor time for one; "
+        f"{found['memory'] / 2**20:.0f} MB and {found['seconds']:.1f} CPU seconds for one; "
         f"{time.monotonic() - started:.0f} s in all."
     )
     return 1 if found["failures"] else 0

@@ -1,4 +1,4 @@
-"""Doors against damaged and hostile files: what was made to harm, what once failed, and a few random inputs more."""
+"""Readers against corrupted and malicious files: constructed inputs, earlier failures, and a few random inputs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 HERE = Path(__file__).parent
 
 
 def run(code: str) -> subprocess.CompletedProcess:
-    """In a fresh interpreter: the fuzzer forks, which a process with threads must not do."""
+    """Run code in a new interpreter: the fuzzer forks, which a process with threads must not do."""
     path = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, "-c", code],
@@ -29,25 +27,28 @@ def run(code: str) -> subprocess.CompletedProcess:
 @pytest.fixture(scope="module", autouse=True)
 def _libraries() -> None:
     for name in ("datasets", "pyarrow", "diffusers", "transformers"):
-        pytest.importorskip(name, reason=f"{name} is one of the doors")
+        pytest.importorskip(name, reason=f"the fuzzer reads files of {name}")
 
 
-def test_hostile_inputs_and_some_random_ones_are_read_or_refused() -> None:
+@pytest.mark.slow
+def test_malicious_and_random_inputs_are_read_or_refused() -> None:
     done = run("import sys, fuzz; sys.exit(len(fuzz.fuzz(inputs=32, seed=7, keep_failures=False)['failures']))")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_what_once_failed_fails_no_more() -> None:
+@pytest.mark.slow
+def test_inputs_that_failed_once_pass() -> None:
     done = run("import sys, fuzz; sys.exit(fuzz.replay())")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_fuzzer_notices_what_it_is_for(tmp_path: Path) -> None:
-    """Each kind of failure, caused: a traceback, a program, a write outside, too much memory, no end."""
+@pytest.mark.slow
+def test_fuzzer_detects_every_kind_of_failure(tmp_path: Path) -> None:
+    """A traceback, a program, a write outside, too much memory, an endless loop."""
     code = f"""
 import os, pathlib, subprocess, time, fuzz
 home = pathlib.Path({str(tmp_path)!r})
-fuzz.PROCESSOR_SECONDS, fuzz.WALL_SECONDS = 1, 3
+fuzz.CPU_SECONDS, fuzz.WALL_SECONDS = 1, 3
 def spin():
     while True: pass
 def fill(): return str(len(bytearray(2 << 30)))
