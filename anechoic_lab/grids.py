@@ -38,14 +38,14 @@ class Grid:
 
     name: str
     title: str
-    claim: str
-    """the paper's claim in our words"""
     group: str
     rows: Sequence[Row]
     metrics: Mapping[str, str]
     """key in a record -> what the table calls it"""
     baseline: str
     """the variant that every other row is compared with"""
+    claim: str = ""
+    """the paper's claim in our words"""
     kind: str = "table"
     """how its page draws it"""
     baselines: Sequence[str] = ()

@@ -27,7 +27,6 @@ def anatomy_variants() -> dict[str, Variant]:
 ANATOMY = Grid(
     name="anatomy",
     title="Inside the branches: ranks and components, AdamW and Muon",
-    claim="",
     group="anatomy",
     rows=[Row(f"{WORDS[algorithm]}, alpha_min {alpha:g}", name) for name, (algorithm, alpha) in ARMS.items()],
     metrics={

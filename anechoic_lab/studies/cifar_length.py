@@ -16,7 +16,7 @@ from anechoic.recipes.pretrain import pretrain_config
 from anechoic.sweeps.trial import EvalPlan
 from anechoic_lab.grids import KNN_PANELS, Grid, Row, Variant
 from anechoic_lab.paper.pocket import PROBES, TEST, TRAIN, mae
-from anechoic_lab.studies.lr_search import FIRST_FRESH_SEED, WORDS, LearningRates, lr_search
+from anechoic_lab.studies.lr_search import FIRST_FRESH_SEED, WORDS, LearningRates, losses_grid, lr_search
 
 SAMPLES = 96_000
 LONG = (512_000, 2_048_000)
@@ -134,7 +134,6 @@ CIFAR = Grid(
 LENGTH = Grid(
     name="cifar-length",
     title="CIFAR-100: the lead of decayed shortcuts over the length of training",
-    claim="",
     group="natural",
     rows=[
         Row(f"Muon, alpha_min 0.6, {samples:,} samples", name_of("muon", 0.6, samples)) for samples in (SAMPLES, *LONG)
@@ -150,7 +149,6 @@ LENGTH = Grid(
 LONGEST = Grid(
     name="cifar-longest",
     title="CIFAR-100: does the learning rate explain the lead after 2,048,000 samples?",
-    claim="",
     group="natural",
     rows=[
         Row(f"Muon, alpha_min {alpha:g}, peak learning rate {lr:g}", longest_name(alpha, lr))
@@ -246,19 +244,16 @@ def folder_variants() -> dict[str, Variant]:
     return found
 
 
-FOLDER_SEARCH = Grid(
-    name="folder-search",
-    title="A folder of 1,000 photographs: peak learning rates by held-out loss",
-    claim="",
-    group="folder-rates",
-    rows=[
+FOLDER_SEARCH = losses_grid(
+    "folder-search",
+    "A folder of 1,000 photographs: peak learning rates by held-out loss",
+    "folder-rates",
+    [
         Row(f"{WORDS[algorithm]}, {FOLDER_SAMPLES:,} samples, peak learning rate {lr:g}", f"{algorithm}-lr{lr:g}")
         for algorithm, lrs in FOLDER_LRS.items()
         for lr in lrs
     ],
-    metrics={"training.-1.held_out_loss": "held-out loss"},
     baseline="adamw-lr0.0005",
-    kind="losses",
 )
 
 GROUPS: dict[str, Callable[[], dict[str, Variant]]] = {

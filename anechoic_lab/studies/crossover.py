@@ -63,7 +63,6 @@ def effective_decay_of(alpha_min: float, *, branches: int) -> float:
 AXES_GRID = Grid(
     name="axes",
     title="The map: one setting changed",
-    claim="",
     group="axes",
     rows=[
         *(Row(f"{words}, alpha_min 0.6", f"{name}-alpha0.6") for name, (words, _) in AXES.items()),
@@ -91,7 +90,6 @@ def length_variants() -> dict[str, Variant]:
 LENGTH = Grid(
     name="length",
     title="The map: training length",
-    claim="",
     group="length",
     rows=[Row(f"alpha_min {alpha:g}", f"alpha{alpha:g}") for alpha in PAIR],
     metrics=PROBES,
@@ -102,7 +100,6 @@ LENGTH = Grid(
 LONG_BLOCKS = Grid(
     name="long-blocks",
     title="The map: accuracy after every block of the long runs",
-    claim="",
     group="length",
     rows=[
         *(Row(f"alpha_min {alpha:g}", f"alpha{alpha:g}") for alpha in (1.0, 0.8, 0.6)),
@@ -148,7 +145,6 @@ def remedy_variants() -> dict[str, Variant]:
 REMEDY_GRID = Grid(
     name="remedies",
     title="The map: remedies",
-    claim="",
     group="remedies",
     rows=[
         Row("alpha_min 0.6", "decayed"),
@@ -178,7 +174,6 @@ def search_variants() -> dict[str, Variant]:
 SEARCH = Grid(
     name="search",
     title="The map: shallow encoders",
-    claim="",
     group="search",
     rows=[
         Row(f"depth {depth}, alpha_min {alpha:g}", f"depth{depth}-alpha{alpha:g}")
@@ -209,7 +204,6 @@ def early_variants() -> dict[str, Variant]:
 EARLY_GRID = Grid(
     name="early",
     title="The map: the first third of a deep encoder",
-    claim="",
     group="early",
     rows=[Row(f"alpha_min {alpha:g}", f"alpha{alpha:g}") for alpha in PAIR],
     metrics={

@@ -131,7 +131,6 @@ STYLES = Grid(
 LEAD = Grid(
     name="emoji-styles-lr",
     title="Emoji in five styles: the lead of decayed shortcuts over the peak learning rate",
-    claim="",
     group="hands-rates",
     rows=[Row(f"Muon, peak learning rate {lr:g}, alpha_min 0.6", lr_name("muon", 0.6, SAMPLES, lr)) for lr in FULL_LRS],
     metrics=MEASURES,
@@ -143,7 +142,6 @@ LEAD = Grid(
 LENGTH = Grid(
     name="emoji-styles-length",
     title="Emoji in five styles: the lead of decayed shortcuts over the length of training",
-    claim="",
     group="hands",
     rows=[
         Row(f"Muon, alpha_min 0.6, {SAMPLES:,} samples", "muon-alpha0.6"),

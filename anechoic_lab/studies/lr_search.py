@@ -9,35 +9,26 @@ from anechoic_lab.grids import Grid, Row
 
 # (algorithm, alpha_min, samples) -> peak learning rates that are tried.
 LearningRates = Mapping[tuple[Algorithm, float, int], Sequence[float]]
+VariantName = Callable[[Algorithm, float, int, float], str]
 WORDS: dict[Algorithm, str] = {"muon": "Muon", "adamw": "AdamW"}
 # Learning rates are chosen with the seeds below this one, claims tested with the others.
 FIRST_FRESH_SEED = 10
 
 
-def lr_search(
-    name: str,
-    title: str,
-    lrs: LearningRates,
-    *,
-    group: str,
-    variant: Callable[[Algorithm, float, int, float], str],
-    baseline: str,
-) -> Grid:
+def losses_grid(name: str, title: str, group: str, rows: Sequence[Row], *, baseline: str) -> Grid:
+    """Return a grid of held-out losses; the label of a row ends in ", peak learning rate LR"."""
+    losses = {"training.-1.held_out_loss": "held-out loss"}
+    return Grid(name=name, title=title, group=group, rows=rows, metrics=losses, baseline=baseline, kind="losses")
+
+
+def lr_search(name: str, title: str, lrs: LearningRates, *, group: str, variant: VariantName, baseline: str) -> Grid:
     """Return the grid of a search; variant(algorithm, alpha_min, samples, lr) is the name of a trial."""
-    return Grid(
-        name=name,
-        title=title,
-        claim="",
-        group=group,
-        rows=[
-            Row(
-                f"{WORDS[algorithm]}, alpha_min {alpha:g}, {samples:,} samples, peak learning rate {lr:g}",
-                variant(algorithm, alpha, samples, lr),
-            )
-            for (algorithm, alpha, samples), tried in lrs.items()
-            for lr in tried
-        ],
-        metrics={"training.-1.held_out_loss": "held-out loss"},
-        baseline=baseline,
-        kind="losses",
-    )
+    rows = [
+        Row(
+            f"{WORDS[algorithm]}, alpha_min {alpha:g}, {samples:,} samples, peak learning rate {lr:g}",
+            variant(algorithm, alpha, samples, lr),
+        )
+        for (algorithm, alpha, samples), tried in lrs.items()
+        for lr in tried
+    ]
+    return losses_grid(name, title, group, rows, baseline=baseline)

@@ -11,8 +11,9 @@ from typing import Any
 
 from anechoic.config import Config
 from anechoic.sweeps.trial import EvalPlan
-from anechoic_lab.grids import Grid, Row, Variant
+from anechoic_lab.grids import Row, Variant
 from anechoic_lab.paper.pocket import mae
+from anechoic_lab.studies.lr_search import losses_grid
 
 SAMPLES = 32_000
 LRS = (2e-3, 4e-3, 8e-3, 16e-3, 32e-3)
@@ -45,19 +46,16 @@ def variants() -> dict[str, Variant]:
     }
 
 
-def label(words: str, lr: float) -> str:
-    return f"{words}, {SAMPLES:,} samples, peak learning rate {lr:g}"
-
-
-LR_GRID = Grid(
-    name="muon-lr",
-    title="Muon's best learning rate over width and batch, by held-out loss",
-    claim="",
-    group="muon-settings",
-    rows=[Row(label(words, lr), lr_name(name, lr)) for name, (words, _) in SIZES.items() for lr in LRS],
-    metrics={"training.-1.held_out_loss": "held-out loss"},
+LR_GRID = losses_grid(
+    "muon-lr",
+    "Muon's best learning rate over width and batch, by held-out loss",
+    "muon-settings",
+    [
+        Row(f"{words}, {SAMPLES:,} samples, peak learning rate {lr:g}", lr_name(name, lr))
+        for name, (words, _) in SIZES.items()
+        for lr in LRS
+    ],
     baseline=lr_name("base", USUAL),
-    kind="losses",
 )
 
 GROUPS: dict[str, Callable[[], dict[str, Variant]]] = {"muon-settings": variants}

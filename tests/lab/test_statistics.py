@@ -1,11 +1,11 @@
 """From records to statements: intervals, paired differences, agreement with the paper, and where a sign changes."""
 
-import json
 import math
 import random
 
 import numpy as np
 import pytest
+from constructed_records import write_record
 from scipy import stats
 
 from anechoic.pages.estimates import estimates_with_shared_spread
@@ -21,24 +21,11 @@ from anechoic_lab.records.statistics import (
 )
 
 
-def write(folder, variant, seed, *, diverged=False, **metrics):
-    record = {
-        "variant": variant,
-        "seed": seed,
-        "commit": "0123456789abcdef",
-        "machine": {"cpu": "abacus", "torch": "2"},
-        "metrics": {"diverged": diverged, **metrics},
-        "cpu_seconds": 30.0,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{variant}-seed{seed}.json").write_text(json.dumps(record))
-
-
 def records_of(folder, table):
     """table: variant -> seed -> k-NN accuracy"""
     for variant, values in table.items():
         for seed, value in values.items():
-            write(folder, variant, seed, knn=value)
+            write_record(folder, variant, seed, {"diverged": False, "knn": value})
     return Records(folder)
 
 
@@ -150,8 +137,8 @@ def test_difference_uses_seeds_of_both_sides_only(tmp_path):
 
 
 def test_diverged_run_counts_but_has_no_values(tmp_path):
-    write(tmp_path, "decayed", 0, knn=10.0)
-    write(tmp_path, "decayed", 1, diverged=True, knn=0.0)
+    write_record(tmp_path, "decayed", 0, {"diverged": False, "knn": 10.0})
+    write_record(tmp_path, "decayed", 1, {"diverged": True, "knn": 0.0})
     records = Records(tmp_path)
     assert (records.count("decayed"), records.diverged("decayed")) == (2, 1)
     assert records.mean("decayed", "knn") == Estimate(10.0, None, 1)
@@ -159,8 +146,8 @@ def test_diverged_run_counts_but_has_no_values(tmp_path):
 
 
 def test_curve_has_an_estimate_per_entry(tmp_path):
-    write(tmp_path, "v", 0, layers={"mean": {"entropy": [1.0, 2.0, 3.0]}})
-    write(tmp_path, "v", 1, layers={"mean": {"entropy": [3.0, 2.0, 5.0]}})
+    for seed, values in enumerate(([1.0, 2.0, 3.0], [3.0, 2.0, 5.0])):
+        write_record(tmp_path, "v", seed, {"diverged": False, "layers": {"mean": {"entropy": values}}})
     assert [e.mean for e in Records(tmp_path).curve("v", "layers.mean.entropy")] == [2.0, 2.0, 4.0]
 
 
