@@ -1,7 +1,7 @@
-"""Randomness that belongs to a sample: every number is a function of (seed, purpose, sample id, visit, position).
+"""Random numbers per sample: each is a function of (seed, purpose, sample id, visit, position).
 
-Crops, masks, noise and times drawn here do not depend on batch size, number of processes, device or what was drawn
-before, so a run can be split or resumed anywhere. The generator is Philox4x32-10 (Salmon et al. 2011), counter-based.
+Crops, masks, noise and times do not depend on batch size, number of ranks, device or earlier numbers, so a run can be
+split or resumed anywhere. The generator is Philox4x32-10 (Salmon et al. 2011), counter-based.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
 def philox(counter: Sequence[Tensor], key: Sequence[int]) -> list[Tensor]:
-    """Four words from four counter words (int64 tensors holding 32-bit values) and two key words."""
+    """Return four words for four counter words (int64 tensors holding 32-bit values) and two key words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -33,14 +33,14 @@ def philox(counter: Sequence[Tensor], key: Sequence[int]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class SampleGenerator:
-    """Random numbers for a batch of samples. ids and visits: int64 tensors (B,) on the device to draw on."""
+    """Random numbers for a batch of samples. ids and visits: int64 tensors (B,) on the device of the numbers."""
 
     seed: int
     ids: Tensor
     visits: Tensor
 
     def words(self, purpose: str, count: int) -> Tensor:
-        """(B, count) words of 32 bits. A longer row begins with the shorter one."""
+        """Return (B, count) words of 32 bits. A longer row begins with the shorter one."""
         blocks = -(-count // 4)
         position = torch.arange(blocks, device=self.ids.device).expand(len(self.ids), blocks)
         ids, visits = self.ids[:, None].expand_as(position), self.visits[:, None].expand_as(position)
@@ -49,12 +49,12 @@ class SampleGenerator:
         return torch.stack(out, dim=-1).flatten(1)[:, :count]
 
     def uniform(self, purpose: str, *shape: int) -> Tensor:
-        """(B, *shape) float32 in [0, 1), 24 bits each."""
+        """Return (B, *shape) float32 in [0, 1), 24 bits each."""
         words = self.words(purpose, math.prod(shape))
         return ((words >> 8).to(torch.float32) * 2.0**-24).view(len(self.ids), *shape)
 
     def normal(self, purpose: str, *shape: int) -> Tensor:
-        """(B, *shape) standard normal float32, by the Box–Muller transform of neighboring words."""
+        """Return (B, *shape) standard normal float32, by the Box-Muller transform of neighboring words."""
         count = math.prod(shape)
         pairs = -(-count // 2)
         words = self.words(purpose, 2 * pairs).view(len(self.ids), pairs, 2)
@@ -65,5 +65,5 @@ class SampleGenerator:
         return both.flatten(1)[:, :count].reshape(len(self.ids), *shape)
 
     def integers(self, purpose: str, high: int, *shape: int) -> Tensor:
-        """(B, *shape) int64 in 0 .. high - 1 (high up to 2^31; the bias of the scaling is below high / 2^32)."""
+        """Return (B, *shape) int64 in 0 .. high - 1 (high up to 2^31; the bias of the scaling is below high / 2^32)."""
         return (self.words(purpose, math.prod(shape)) * high >> 32).view(len(self.ids), *shape)

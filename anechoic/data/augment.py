@@ -1,7 +1,7 @@
-"""From images of any size to a batch of one size: random resized crop, padded crop, center crop; uint8 in, uint8 out.
+"""Images of any size to a batch of one size: random resized crop, padded crop, center crop; uint8 in, uint8 out.
 
-One route for every device: each sample is resampled on the CPU in integer arithmetic, so a crop is the same bits
-wherever and in whatever batch it is made. SPEC of the crops: He et al. 2022 (pre-training and linear probe).
+Each sample is resampled on the CPU in integer arithmetic, so its crop has the same bits on every machine and in every
+batch. The crops are those of He et al. 2022 (pre-training and linear probe).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ KINDS = ("crop", "pad", "center", "none")
 
 @dataclass(frozen=True)
 class Augment:
-    """How an image becomes image_size x image_size.
+    """Crop and resize an image to image_size x image_size.
 
-    crop: a random box of `scale` times the area and `ratio` as its aspect, resized (bicubic, antialiased). A box that
-      does not fit is drawn again, `tries` times in all, then the middle is taken; tries=1 is the single-draw variant,
-      which cuts the box's sides to the image's instead.
-    pad: the image at its shorter side = image_size, `padding` black pixels around it, a random window.
-    center: the shorter side resized to image_size * 256 / 224, then the middle. resize="auto" does not enlarge an image
-      to get that margin (32-pixel images evaluated at 32 pixels stay as they are); resize="margin" always does.
-    none: the shorter side resized to image_size, then the middle.
+    crop: a random box with a fraction `scale` of the area and the aspect `ratio`, resized (bicubic, antialiased). A box
+      that does not fit is drawn again, `tries` times in all, then the center is used; with tries=1 the box is clipped
+      to the image instead.
+    pad: the shorter side resized to image_size, `padding` black pixels around it, a random window.
+    center: the shorter side resized to image_size * 256 / 224, then the center. resize="auto" does not enlarge an image
+      for that margin (32-pixel images evaluated at 32 pixels stay unchanged); resize="margin" always does.
+    none: the shorter side resized to image_size, then the center.
     flip: mirror half of the visits; by default for crop and pad only.
     """
 
@@ -49,7 +49,7 @@ class Augment:
         if self.kind not in KINDS:
             raise UserError(f"There is no augmentation {self.kind!r}; choose one of {', '.join(KINDS)}.")
         if not (0 < self.scale[0] <= self.scale[1] <= 1):
-            raise UserError(f"The scale of a crop is two shares of the area, 0 < low <= high <= 1, not {self.scale}.")
+            raise UserError(f"The scale of a crop is two fractions, 0 < low <= high <= 1, not {self.scale}.")
         if not (0 < self.ratio[0] <= self.ratio[1]):
             raise UserError(f"The ratio of a crop is two positive numbers, low <= high, not {self.ratio}.")
         if self.tries < 1 or self.padding < 0 or self.resize not in ("auto", "margin"):
@@ -60,7 +60,7 @@ class Augment:
         return self.kind in ("crop", "pad") if self.flip is None else self.flip
 
     def __call__(self, images: Sequence[Tensor], *, image_size: int, generator: SampleGenerator) -> Tensor:
-        """uint8 images (C, H_i, W_i) -> uint8 (B, C, image_size, image_size), by their samples' random numbers."""
+        """Return uint8 (B, C, image_size, image_size) for uint8 images (C, H_i, W_i), by their random numbers."""
         if self.kind == "crop":
             sizes = np.array([image.shape[1:] for image in images])
             boxes = crop_boxes(sizes, generator, scale=self.scale, ratio=self.ratio, tries=self.tries).tolist()
@@ -78,7 +78,7 @@ class Augment:
         return batch
 
     def _middle(self, image: Tensor, image_size: int) -> Tensor:
-        """The shorter side resized, then the center square."""
+        """Resize the shorter side, then cut the center square."""
         height, width = image.shape[1:]
         shorter = image_size
         if self.kind == "center":
@@ -99,11 +99,10 @@ class Augment:
 def crop_boxes(
     sizes: np.ndarray, generator: SampleGenerator, *, scale: tuple[float, float], ratio: tuple[float, float], tries: int
 ) -> np.ndarray:
-    """Sizes (B, 2) as (H, W) -> boxes (B, 4) as (top, left, height, width), integers.
+    """Return boxes (B, 4) as (top, left, height, width) for sizes (B, 2) as (H, W), integers.
 
     Each try draws area = H W U(scale) and log aspect = U(log ratio); width = sqrt(area * aspect) and
-    height = sqrt(area / aspect). The first that fits is taken; if none does, the largest middle part
-    whose aspect lies within ratio.
+    height = sqrt(area / aspect). The first that fits is used; otherwise the largest center box with an aspect in ratio.
     """
     H, W = sizes[:, :1].astype(np.float64), sizes[:, 1:].astype(np.float64)
     area_share, aspect_share = np.moveaxis(generator.uniform("crop", tries, 2).numpy().astype(np.float64), -1, 0)

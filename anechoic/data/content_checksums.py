@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from xxhash import xxh3_128_digest
 
 from anechoic.errors import UserError
-from anechoic.storage.cache import hash_stream, open_entry
+from anechoic.storage.cache import hash_descriptor, open_entry
 from anechoic.storage.files import write_aside
 from anechoic.storage.safe_io import open_regular
 
@@ -49,7 +49,7 @@ def hash_path(path: str) -> tuple[tuple[int, int, int, int, int], bytes]:
     try:
         with open_regular(path) as file:
             stamp = stamp_of(os.fstat(file.fileno()))
-            found = hash_stream(file)
+            found = hash_descriptor(file.fileno())
             changed = stamp_of(os.fstat(file.fileno())) != stamp
     except (OSError, ValueError) as error:
         return (0, 0, 0, 0, 0), xxh3_128_digest(f"unreadable: {type(error).__name__}".encode())

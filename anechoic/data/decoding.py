@@ -1,7 +1,7 @@
 """Encoded bytes to pixels: JPEG, PNG, WebP, BMP, TIFF, GIF, AVIF and HEIC of any color mode, depth and orientation.
 
-It knows nothing of files or sources. Pillow decides what a valid image is; simplejpeg, if installed, only makes JPEGs
-faster: both use libjpeg-turbo with the same settings and give the same pixels.
+Pillow decides what a valid image is; simplejpeg, if installed, makes JPEGs faster: both use libjpeg-turbo with the same
+settings and decode the same pixels. Files and sources are elsewhere.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ try:
 except ImportError:
     simplejpeg = None
 
-# Larger images are left out: a few bytes can claim any size, and decoding takes up to 12 bytes a pixel.
+# Larger images are skipped: a few bytes can declare any size, and decoding takes up to 12 bytes a pixel.
 MAX_PIXELS = 1 << 26
-# Resizing the shorter side of a line of pixels to that of a network would make a giant of it.
+# Resizing the shorter side of a narrow image to that of a network would need too much memory.
 MAX_ASPECT = 100
-# The formats that are read, and no others: some of Pillow's plugins start programs (PostScript starts Ghostscript).
+# No other formats are read: some of Pillow's plugins start programs (PostScript starts Ghostscript).
 FORMATS: tuple[str, ...] = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "TIFF", "GIF")
 if "avif" in features.modules and features.check("avif"):
     FORMATS += ("AVIF",)
-# HEIC is read by a plugin of its own, which is loaded when the first such image comes.
+# HEIC is read by a plugin, which is loaded with the first such image.
 HEIC_PLUGIN = "pillow_heif"
 HAS_HEIC = find_spec(HEIC_PLUGIN) is not None
 HEIC_REMEDY = 'HEIC needs an extra package: pip install "anechoic[heic]"'
 HEIC_BRANDS = (b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"mif1", b"msf1")
-# The endings of files that are read, and of images that could be by what is said beside them.
+# Suffixes of files that are read, and of images that are not, with the remedy.
 IMAGE_SUFFIXES: tuple[str, ...] = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 IMAGE_SUFFIXES += ((".avif",) if "AVIF" in FORMATS else ()) + ((".heic", ".heif") if HAS_HEIC else ())
 IGNORED_SUFFIXES = {
@@ -51,18 +51,18 @@ for known in IMAGE_SUFFIXES:
 
 
 def decoders() -> str:
-    """The formats that can be read here: with others, images that are unreadable now may be readable."""
+    """Return the formats that can be read here; an image that is unreadable now may be readable with others."""
     return " ".join((*FORMATS, "HEIF") if HAS_HEIC else FORMATS)
 
 
 def decode(data: bytes, *, channels: int = 3, min_side: int | None = None) -> Tensor:
-    """uint8 (channels, H, W), upright.
+    """Return uint8 (channels, H, W), upright.
 
-    channels: 1 luminance, 2 luminance and alpha, 3 RGB, 4 RGB and alpha; where alpha is not wanted the image is laid on
-    white. 16-bit values are divided by 257. min_side: H and W may be divided by the largest of 1, 2, 4, 8 that leaves
+    channels: 1 luminance, 2 luminance and alpha, 3 RGB, 4 RGB and alpha; without alpha, the image is composed on white.
+    16-bit values are divided by 257. min_side: H and W may be divided by the largest of 1, 2, 4, 8 that leaves
     the shorter side at least this long (JPEGs are decoded at that scale, others averaged over squares of that side).
     """
-    with _faults_are_reasons():
+    with _errors_as_undecodable():
         pixels = _decode_jpeg_fast(data, simplejpeg, min_side) if simplejpeg is not None else None
         if pixels is None:
             pixels = _decode_with_pillow(data, min_side)
@@ -70,7 +70,7 @@ def decode(data: bytes, *, channels: int = 3, min_side: int | None = None) -> Te
 
 
 def open_picture(data: bytes) -> Image.Image:
-    """With Pillow, by the formats that are read; not loaded yet."""
+    """Open an image with Pillow, as one of the formats that are read; it is not loaded yet."""
     formats = FORMATS
     if data[4:8] == b"ftyp" and data[8:12] in HEIC_BRANDS and not ("AVIF" in FORMATS and b"avif" in data[:64]):
         if not HAS_HEIC:
@@ -81,21 +81,21 @@ def open_picture(data: bytes) -> Image.Image:
 
 
 def decode_labels(data: bytes) -> np.ndarray:
-    """A mask as it is stored: one number a pixel (H, W), a palette's numbers rather than its colors."""
-    with _faults_are_reasons(), open_picture(data) as image:
+    """Return a mask as it is stored: one number a pixel (H, W), a palette's indices rather than its colors."""
+    with _errors_as_undecodable(), open_picture(data) as image:
         _refuse_bomb(image.height, image.width)
         return np.array(image)
 
 
 def stated_size(data: bytes) -> tuple[int, int]:
-    """(width, height) as the file has it; nothing is decoded."""
-    with _faults_are_reasons(), open_picture(data) as image:
+    """Return (width, height) of the file's header; nothing is decoded."""
+    with _errors_as_undecodable(), open_picture(data) as image:
         return image.size
 
 
 @contextmanager
-def _faults_are_reasons() -> Iterator[None]:
-    """Pillow's plugins meet damaged files with almost any exception; each becomes a reason to leave the image out."""
+def _errors_as_undecodable() -> Iterator[None]:
+    """Turn any exception into Undecodable: Pillow's plugins raise almost any for a damaged file."""
     try:
         yield
     except (MemoryError, Undecodable):
@@ -113,14 +113,14 @@ def _reason(error: Exception) -> str:
 
 
 def reduction(height: int, width: int, min_side: int | None) -> int:
-    """The largest of 1, 2, 4, 8 by which the shorter side can be divided and stay at least min_side."""
+    """Return the largest of 1, 2, 4, 8 by which the shorter side can be divided and stay at least min_side."""
     if min_side is None:
         return 1
     return next(factor for factor in (8, 4, 2, 1) if factor == 1 or min(height, width) >= factor * min_side)
 
 
 def _decode_jpeg_fast(data: bytes, jpeg: ModuleType, min_side: int | None) -> np.ndarray | None:
-    """(H, W, 3) upright, or None for anything this decoder should leave to Pillow."""
+    """Return (H, W, 3) upright, or None for an image that Pillow must decode."""
     if not data.startswith(b"\xff\xd8\xff"):
         return None
     try:
@@ -132,7 +132,7 @@ def _decode_jpeg_fast(data: bytes, jpeg: ModuleType, min_side: int | None) -> np
         # Asking for exactly ceil(side / factor) selects the scale 1 / factor.
         pixels = jpeg.decode_jpeg(data, "RGB", min_height=-(-height // factor), min_width=-(-width // factor))
     except ValueError:
-        return None  # stricter than Pillow, which has the last word
+        return None  # stricter than Pillow, which decides
     orientation = 1
     if b"Exif\0\0" in data[: 1 << 17]:
         with open_picture(data) as image:
@@ -141,7 +141,7 @@ def _decode_jpeg_fast(data: bytes, jpeg: ModuleType, min_side: int | None) -> np
 
 
 def _decode_with_pillow(data: bytes, min_side: int | None) -> np.ndarray:
-    """(H, W, 1 | 2 | 3 | 4) upright: luminance, luminance and alpha, RGB, RGB and alpha."""
+    """Return (H, W, 1 | 2 | 3 | 4) upright: luminance, luminance and alpha, RGB, RGB and alpha."""
     if not data:
         raise Undecodable("the file is empty")
     with open_picture(data) as image:

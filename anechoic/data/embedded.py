@@ -1,7 +1,7 @@
-"""Two data sets that need no download: scikit-learn's handwritten digits, and procedural scenes without end.
+"""Two data sets that need no download: scikit-learn's handwritten digits, and any number of procedural scenes.
 
-A scene shows one textured shape of ten kinds at a random place, size, turn and color on a textured ground. Colors and
-places say nothing about the kind, so comparing pixels does not help; the outline alone decides.
+A scene shows one textured shape of ten kinds with random position, size, angle and color on a textured background.
+Colors and positions are independent of the kind, so comparing pixels does not help: only the outline does.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ SPLITS = ("train", "test")
 KINDS = ("disc", "ring", "square", "triangle", "bar", "cross", "star", "crescent", "half", "dots")
 SCENES_VERSION = 3
 TRAIN_SCENES, TEST_SCENES = 10_000, 2_000
-# Test scenes are the same endless sequence from here on, so no number of training scenes reaches them.
+# Test scenes are the same sequence from here on, beyond any number of training scenes.
 TEST_OFFSET = 1 << 40
 CHUNK = 64
 
 
 def open_digits(rest: list[str], *, labels: bool, channels: int) -> Array:
-    """`digits` (1,797 images of 8 x 8), `digits:test` (every fifth of each class) and `digits:train` (the others)."""
+    """Open `digits` (1,797 images of 8 x 8), `digits:test` (every fifth of each class) or `digits:train` (the rest)."""
     if rest not in ([], ["train"], ["test"]):
         raise UserError(f"There is no 'digits:{':'.join(rest)}'; say digits, digits:train or digits:test.")
     pixels, target = read_digits()
-    # How many of the same class came before: the digits are nearly in the order 0 .. 9, so plain counting would skew.
+    # The number of earlier digits of the same class: the digits are nearly in the order 0 .. 9, so every fifth of all
+    # would be unbalanced.
     before = (np.cumsum(np.eye(10, dtype=int)[target], axis=0) - 1)[np.arange(len(target)), target]
     chosen = {"": before >= 0, "train": before % 5 != 4, "test": before % 5 == 4}["".join(rest)]
     images = np.rint(pixels * (255 / 16)).astype(np.uint8)[chosen]
@@ -52,9 +53,10 @@ def open_digits(rest: list[str], *, labels: bool, channels: int) -> Array:
 
 
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
-    """(1797, 8, 8) in 0 .. 16 and their digits, from the file that scikit-learn carries.
+    """Return (1797, 8, 8) in 0 .. 16 and their digits, from scikit-learn's file.
 
-    Not by `load_digits`: to import scikit-learn takes longer than all else that a short command does."""
+    Not by `load_digits`: importing scikit-learn takes longer than the rest of a short command.
+    """
     spec = find_spec("sklearn")
     assert spec is not None, "scikit-learn is a requirement of this package"
     assert spec.origin is not None
@@ -64,7 +66,7 @@ def read_digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def open_scenes(rest: list[str], *, labels: bool, channels: int, size: int, seed: int) -> Scenes:
-    """`scenes`, `scenes:train` (10,000) or `scenes:test` (2,000), each with `:NUMBER` for any other number."""
+    """Open `scenes`, `scenes:train` (10,000) or `scenes:test` (2,000), each with `:NUMBER` for another number."""
     split = rest[0] if rest and rest[0] in SPLITS else "train"
     numbers = rest[1:] if rest and rest[0] in SPLITS else rest
     if len(numbers) > 1 or not all(text.isdecimal() and int(text) > 0 for text in numbers):
@@ -78,7 +80,7 @@ def open_scenes(rest: list[str], *, labels: bool, channels: int, size: int, seed
 
 
 class Scenes(Source):
-    """count scenes of size x size; scene i is a function of (seed, split, i, size) alone, and kinds take turns."""
+    """count scenes of size x size; scene i is a function of (seed, split, i, size), and kinds follow in turn."""
 
     def __init__(
         self, count: int, *, split: str = "train", labels: bool = True, channels: int = 3, size: int = 64, seed: int = 0
@@ -113,7 +115,7 @@ class Scenes(Source):
         return [image for chunk in chunks for image in self._images(chunk)]
 
     def mask(self, index: int) -> Tensor:
-        """uint8 (size, size): 0 on the ground, 1 + kind on the shape."""
+        """Return uint8 (size, size): 0 on the background, 1 + kind on the shape."""
         number = index + self.offset
         _, cover = draw_scenes(torch.tensor([number]), size=self.size, seed=self.seed)
         return (cover[0] > 0.5).to(torch.uint8) * (1 + kind_of(number))
@@ -127,19 +129,19 @@ class Scenes(Source):
 
 
 def kind_of(number: Any) -> Any:
-    """The kind of the shape in a scene, from the scene's number in the endless sequence (an integer or an array)."""
+    """Return the kind of the shape in a scene, by the scene's number in the sequence (an integer or an array)."""
     return number % len(KINDS)
 
 
 def draw_scenes(ids: Tensor, *, size: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Scene numbers (B,) -> images uint8 (B, 3, size, size) and the shape's coverage of each pixel (B, size, size)."""
+    """Return images uint8 (B, 3, size, size) for scene numbers (B,), and the shape's coverage (B, size, size)."""
     generator = SampleGenerator(seed, ids, torch.zeros_like(ids)).uniform("scene", 40)
     axis = (torch.arange(size) + 0.5) * (2 / size) - 1
     x, y = axis[None, None, :], axis[None, :, None]
 
     radius = 0.38 + 0.3 * generator[:, 0]
     turn = 2 * math.pi * generator[:, 1]
-    # The shape may lose a little over the edge, never its middle.
+    # The shape may be cut a little by the edge, never at its center.
     reach = (1.12 - radius).clamp(max=0.7)
     left, top = reach * (2 * generator[:, 2] - 1), reach * (2 * generator[:, 3] - 1)
     dx, dy = (x - _each(left)) / _each(radius), (y - _each(top)) / _each(radius)
@@ -156,12 +158,12 @@ def draw_scenes(ids: Tensor, *, size: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def _each(values: Tensor) -> Tensor:
-    """(B,) -> (B, 1, 1), to meet the pixel grid."""
+    """Reshape (B,) to (B, 1, 1), for the pixel grid."""
     return values[:, None, None]
 
 
 def _texture(x: Tensor, y: Tensor, color: Tensor, generator: Tensor) -> Tensor:
-    """(B, 3, H, W): two random waves, making anything between stripes and checks, tint the color (B, 3)."""
+    """Return (B, 3, H, W): the color (B, 3), tinted by two random waves, from stripes to checks."""
     waves = []
     for k in (0, 3):
         angle, cycles, phase = (
@@ -177,7 +179,7 @@ def _texture(x: Tensor, y: Tensor, color: Tensor, generator: Tensor) -> Tensor:
 
 
 def _cover(kinds: Tensor, u: Tensor, v: Tensor, *, scale: Tensor) -> Tensor:
-    """Coverage in [0, 1] from the signed distance to the outline (negative inside), one pixel soft."""
+    """Return coverage in [0, 1] from the signed distance to the outline (negative inside), one pixel soft."""
     distance = torch.empty_like(u)
     for kind in kinds.unique().tolist():
         rows = (kinds == kind).nonzero()[:, 0]
@@ -190,7 +192,7 @@ def _box(u: Tensor, v: Tensor, half_width: float, half_height: float) -> Tensor:
 
 
 def _star(u: Tensor, v: Tensor) -> Tensor:
-    """Five points: fold the plane into one tenth of the star, then one edge from the tip (1, 0) to the notch."""
+    """Fold the plane into one tenth of the star: one edge from the tip (1, 0) to the notch."""
     fold = 2 * math.pi / 5
     angle = torch.atan2(v, u)
     angle = (angle - fold * torch.round(angle / fold)).abs()

@@ -1,7 +1,7 @@
-"""Emoji: 1,030 things, each drawn by five hands, embedded in the package. The hand changes the pixels, not the thing.
+"""Emoji: 1,030 objects, each drawn in five styles, embedded in the package.
 
-`emoji` is all 5,150 drawings of 48 x 48. Words after it choose: `train` and `test` split the things, `style=` and
-`without=` the hands, `label=` what a label is. Licenses are in emoji_sheets/ATTRIBUTION.md.
+`emoji` is all 5,150 drawings of 48 x 48. Words after it choose: `train` and `test` split the objects, `style=` and
+`without=` select styles, `label=` is the kind of label. Licenses are in emoji_sheets/ATTRIBUTION.md.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from anechoic.errors import UserError
 
 SHEETS = Path(__file__).with_name("emoji_sheets")
 LABELS = ("group", "object", "style")
-# Of the things of each group, every so many is for testing.
+# Every fifth object of each group is in the test split.
 TEST_EVERY = 5
 HELP = (
     "say emoji, emoji:train or emoji:test, each with :style=A or :without=A (several as A+B) and :label=group, "
@@ -28,7 +28,7 @@ HELP = (
 
 
 class Emoji(Array):
-    """facets: the numbers of each image's thing, group and style, whatever its label is."""
+    """facets: the number of each image's object, group and style, independent of its label."""
 
     def __init__(self, images: np.ndarray, *, facets: dict[str, np.ndarray], **options: Any) -> None:
         super().__init__(images, where="emoji", **options)
@@ -40,7 +40,7 @@ class Emoji(Array):
 
 
 def open_emoji(rest: list[str], *, labels: bool, channels: int) -> Emoji:
-    """`emoji[:train|:test][:style=A+B][:without=A+B][:label=group|object|style]`: hand by hand, things in order."""
+    """Open `emoji[:train|:test][:style=A+B][:without=A+B][:label=group|object|style]`, by style, then object."""
     index = read_index()
     split, styles, label = _read_words(rest, index["styles"])
     groups, group_names = index["groups"], index["group_names"]
@@ -48,8 +48,8 @@ def open_emoji(rest: list[str], *, labels: bool, channels: int) -> Emoji:
     tested = before % TEST_EVERY == TEST_EVERY - 1
     chosen = np.flatnonzero({"": tested | ~tested, "train": ~tested, "test": tested}[split])
     images = np.concatenate([sheet(index["styles"][style])[chosen] for style in styles])
-    things, hands = np.tile(chosen, len(styles)), np.repeat(np.array(styles), len(chosen))
-    facets = {"group": groups[things], "object": things, "style": hands}
+    objects = np.tile(chosen, len(styles))
+    facets = {"group": groups[objects], "object": objects, "style": np.repeat(np.array(styles), len(chosen))}
     names = {"group": group_names, "object": index["names"], "style": index["styles"]}
     return Emoji(
         images,
@@ -62,14 +62,14 @@ def open_emoji(rest: list[str], *, labels: bool, channels: int) -> Emoji:
 
 
 def _read_words(words: list[str], known: tuple[str, ...]) -> tuple[str, list[int], str]:
-    """(split, style numbers, label) of what follows `emoji:`."""
+    """Return (split, style numbers, label) for the words after `emoji:`."""
     split, label, styles = "", LABELS[0], set(range(len(known)))
     seen: set[str] = set()
     for word in words:
         key, equals, value = word.partition("=")
         key = key if equals else "split"
         if key in seen:
-            raise UserError(f"'emoji:{':'.join(words)}' says {key} twice; {HELP}.")
+            raise UserError(f"'emoji:{':'.join(words)}' has {key} twice; {HELP}.")
         seen.add(key)
         if key == "split" and value == "" and word in ("train", "test"):
             split = word
@@ -92,23 +92,23 @@ def _read_words(words: list[str], known: tuple[str, ...]) -> tuple[str, list[int
 
 @cache
 def read_index() -> dict[str, Any]:
-    """styles, names of things, and the group of each as a number into group_names."""
+    """Return styles, names of objects, and the group of each as an index of group_names."""
     index = json.loads((SHEETS / "index.json").read_text(encoding="utf-8"))
-    things = [dict(zip(index["fields"], thing, strict=True)) for thing in index["things"]]
-    group_names = tuple(sorted({thing["group"] for thing in things}))
+    objects = [dict(zip(index["fields"], row, strict=True)) for row in index["things"]]
+    group_names = tuple(sorted({item["group"] for item in objects}))
     return {
         "tile": index["tile"],
         "columns": index["columns"],
         "styles": tuple(index["styles"]),
-        "names": tuple(thing["name"] for thing in things),
-        "groups": np.array([group_names.index(thing["group"]) for thing in things]),
+        "names": tuple(item["name"] for item in objects),
+        "groups": np.array([group_names.index(item["group"]) for item in objects]),
         "group_names": group_names,
     }
 
 
 @cache
 def sheet(style: str) -> np.ndarray:
-    """(things, tile, tile, 3) uint8."""
+    """Return the drawings of a style, uint8 (objects, tile, tile, 3)."""
     from PIL import Image
 
     index = read_index()

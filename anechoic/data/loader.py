@@ -1,6 +1,6 @@
 """Batches in an order that is a function of (seed, samples seen) alone, whatever the workers, ranks or where it starts.
 
-There is no state to save: a run that has seen n samples goes on with `start=n`. Evaluation passes once, in order.
+There is no state to save: a run that has seen n samples resumes with `start=n`. Evaluation passes once, in order.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,13 +28,13 @@ from anechoic.errors import UserError
 from anechoic.rng import SampleGenerator
 
 # Larger images are reduced by 2, 4 or 8 while their shorter side stays at least 1.75 times image_size: a square crop of
-# a third of the area then has as many pixels as are asked for, and the smallest usual one, a fifth, is enlarged at most
-# 1.28 times. The steps 112 * 2^k let image sizes share a cache.
+# a third of the area then needs no enlargement, and the smallest usual one, a fifth, at most 1.28 times. The steps
+# 112 * 2^k let image sizes share a cache.
 SMALLEST_SIDE, SIDES_PER_SIZE = 112, 1.75
 
 
 class Batch(NamedTuple):
-    """images uint8 (B, C, H, W); ids, visits int64 (B,): which sample, how often seen before; labels int64 (B,)."""
+    """images uint8 (B, C, H, W); ids and visits int64 (B,): the sample and its earlier visits; labels int64 (B,)."""
 
     images: Tensor
     ids: Tensor
@@ -42,7 +43,7 @@ class Batch(NamedTuple):
 
 
 def min_side_for(image_size: int) -> int:
-    """The shorter side down to which images may be reduced before they are cropped."""
+    """Return the shorter side down to which images may be reduced before they are cropped."""
     side = SMALLEST_SIDE
     while side < SIDES_PER_SIZE * image_size:
         side *= 2
@@ -50,43 +51,31 @@ def min_side_for(image_size: int) -> int:
 
 
 def permutation(count: int, *, seed: int, epoch: int) -> Tensor:
-    """The order of an epoch, int64 (count,): samples sorted by a random word each."""
+    """Return the order of an epoch, int64 (count,): samples sorted by a random word each."""
     ids = torch.arange(count)
     words = SampleGenerator(seed, ids, torch.full_like(ids, epoch)).words("order", 1)[:, 0]
     return torch.argsort(words, stable=True)
 
 
+@dataclass(eq=False)
 class _Batches(Dataset):
-    """Batch number -> (batch or None if nothing in it was readable, unreadable images met); runs in the workers.
+    """Batch number to (batch, or None if no image was readable; unreadable images met); used in the workers.
 
-    A user's mistake found there is handed over as such: raised in a worker it would come back wrapped in a traceback.
+    A UserError is returned: raised in a worker, it would arrive wrapped in a traceback.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        *,
-        image_size: int,
-        batch_size: int,
-        seed: int,
-        augment: Transform,
-        shuffle: bool,
-        epoch_length: int,
-        start: int,
-        rank: int,
-        world_size: int,
-    ):
-        self.source, self.image_size, self.batch_size, self.seed, self.augment = (
-            source,
-            image_size,
-            batch_size,
-            seed,
-            augment,
-        )
-        self.shuffle, self.epoch_length, self.start = shuffle, epoch_length, start
-        self.rank, self.world_size = rank, world_size
-        self.bad: dict[int, BadImage] = {}
-        self._orders: dict[int, Tensor] = {}
+    source: Source
+    image_size: int
+    batch_size: int
+    seed: int
+    augment: Transform
+    shuffle: bool
+    epoch_length: int
+    start: int
+    rank: int
+    world_size: int
+    bad: dict[int, BadImage] = field(default_factory=dict)
+    orders: dict[int, Tensor] = field(default_factory=dict)
 
     def __getitem__(self, number: int) -> tuple[Batch | None, list[tuple[str, str]]] | UserError:
         try:
@@ -107,7 +96,7 @@ class _Batches(Dataset):
         return Batch(pixels, ids, visits, labels), bad
 
     def samples(self, number: int) -> tuple[Tensor, Tensor]:
-        """Ids and visits of this rank's slice of a global batch."""
+        """Return ids and visits of this rank's slice of a global batch."""
         first = self.start + number * self.batch_size
         stop = first + self.batch_size if self.shuffle else min(first + self.batch_size, self.epoch_length)
         length = stop - first
@@ -122,16 +111,15 @@ class _Batches(Dataset):
         return ids, visits
 
     def _order(self, epoch: int) -> Tensor:
-        if epoch not in self._orders:
-            # A batch touches few epochs; older orders are forgotten.
-            self._orders = {k: order for k, order in self._orders.items() if k >= epoch - 1}
-            self._orders[epoch] = permutation(len(self.source), seed=self.seed, epoch=epoch)
-        return self._orders[epoch]
+        if epoch not in self.orders:
+            self.orders = {k: order for k, order in self.orders.items() if k >= epoch - 1}
+            self.orders[epoch] = permutation(len(self.source), seed=self.seed, epoch=epoch)
+        return self.orders[epoch]
 
     def _read(self, ids: list[int]) -> tuple[list[tuple[int, int]], list[Tensor]]:
-        """(row, id) and pixels of what can be read.
+        """Return (row, id) and pixels of readable images.
 
-        In evaluation bad images are left out; in training the next good one in the source's order stands in.
+        Evaluation skips bad images; training replaces them by the next good one in the source's order.
         """
         rows, images = [], []
         results = self._fetch(ids)
@@ -154,13 +142,14 @@ class _Batches(Dataset):
 
 
 class Loader:
-    """Iterates over `Batch`es of a source.
+    """Iterate over `Batch`es of a source.
 
     shuffle=True is training: endless, each epoch in a new order, `visits` counting the epochs. Epochs follow each other
     without a gap; drop_last=True ends an epoch at its last full batch, so that no batch holds two epochs.
-    shuffle=False is evaluation: once, in order; drop_last=True leaves out an incomplete last batch.
-    build_cache=False uses decoded pixels that were kept before, but keeps none.
+    shuffle=False is evaluation: once, in order; drop_last=True omits an incomplete last batch.
+    build_cache=False uses cached pixels but caches none.
     start: samples seen before. rank, world_size: this process gets its contiguous slice of every batch of batch_size.
+    device: where batches are copied to; for a GPU they are in pinned memory, so that `non_blocking` copies overlap.
     """
 
     def __init__(
@@ -179,16 +168,17 @@ class Loader:
         world_size: int = 1,
         cache: bool = True,
         build_cache: bool = True,
+        device: torch.device | str = "cpu",
     ):
         if image_size < 1 or batch_size < 1 or workers < 0 or start < 0:
             raise UserError(
                 "A loader needs image_size and batch_size of at least 1, and workers and start of at least 0."
             )
         if not 0 <= rank < world_size:
-            raise UserError(f"There is no rank {rank} among {world_size} processes; ranks count from 0.")
+            raise UserError(f"There is no rank {rank} in a world size of {world_size}; ranks count from 0.")
         if shuffle and batch_size % world_size:
             raise UserError(
-                f"A batch of {batch_size} cannot be shared by {world_size} processes; choose a multiple of that."
+                f"A batch of {batch_size} cannot be split over {world_size} ranks; choose a multiple of {world_size}."
             )
         count = len(source)
         if shuffle and drop_last and batch_size > count:
@@ -199,6 +189,7 @@ class Loader:
             with_pixel_cache(source, min_side=min_side_for(image_size), build=build_cache) if cache else source
         )
         self.batch_size, self.shuffle, self.workers = batch_size, shuffle, workers
+        self.pin_memory = copies_from_pinned_memory(device)
         self.num_samples = count // batch_size * batch_size if drop_last else count
         self._batches = _Batches(
             self.source,
@@ -215,24 +206,25 @@ class Loader:
 
     @property
     def num_batches(self) -> int | None:
-        """How many batches an evaluation has from its start on; None for training, which does not end."""
+        """Return the number of batches of an evaluation from its start; None for training, which does not end."""
         return None if self.shuffle else max(0, -(-(self.num_samples - self._batches.start) // self.batch_size))
 
     @property
     def skipped(self) -> list[tuple[str, str]]:
-        """(name, reason) of every image found unreadable so far."""
+        """Return (name, reason) of every image found unreadable so far."""
         return self.source.skipped
 
     def __iter__(self) -> Iterator[Batch]:
         numbers: Iterable[int] = itertools.count() if self.num_batches is None else range(self.num_batches)
-        # The workers come one batch after the other; they only compute, so how many there are changes nothing.
+        # Workers take batches in turn, so their number does not change the result.
         loader = DataLoader(
             self._batches,
             sampler=numbers,
             batch_size=None,
             num_workers=self.workers,
             worker_init_fn=partial(_start_worker, parent=os.getpid()),
-            collate_fn=_as_is,
+            collate_fn=_unchanged,
+            pin_memory=self.pin_memory,
         )
         for item in loader:
             if isinstance(item, UserError):
@@ -244,11 +236,16 @@ class Loader:
                 yield batch
 
 
+def copies_from_pinned_memory(device: torch.device | str) -> bool:
+    """Return whether the device copies asynchronously from pinned memory: GPUs do; a CPU, MPS and meta do not."""
+    return torch.device(device).type not in ("cpu", "mps", "meta")
+
+
 @contextmanager
 def naming_killed_workers() -> Iterator[None]:
-    """A worker that was killed is told in one sentence; torch raises it wherever the main thread happens to be.
+    """Turn the error of a killed worker into one sentence; torch raises it anywhere in the main thread.
 
-    Who was just reading what the worker sent meets a lost connection instead.
+    A thread that was reading from the worker meets a lost connection instead.
     """
     try:
         yield
@@ -257,43 +254,43 @@ def naming_killed_workers() -> Iterator[None]:
             raise
         ignore_sigchld()
         raise UserError(
-            "A process that decodes images was ended from outside, as the system does when memory runs out: give the "
-            "same command again, or fewer data.workers."
+            "A process that decodes images was killed, as the system does when memory runs out: give the same command "
+            "again, or fewer data.workers."
         ) from problem
 
 
 def ignore_sigchld() -> None:
-    """torch raises the same death again when the next worker ends, be it while the program exits."""
+    """Keep torch from raising the same error again when the next worker ends, possibly while the program exits."""
     if hasattr(signal, "SIGCHLD") and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-def _as_is(item: Any) -> Any:
+def _unchanged(item: Any) -> Any:
     return item
 
 
 def _start_worker(worker: int, *, parent: int) -> None:
-    """A forked worker inherits the run's signal handlers, but only the run may save and say goodbye.
+    """Replace the signal handlers that a forked worker inherits: only the run saves and exits on a signal.
 
-    A signal to the whole group must not take the workers from a run that still needs them to end its update; the same
-    signal from the run itself ends them.
+    A signal to the process group does not end the workers, which the run needs to finish its update; the same signal
+    from the run does.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if hasattr(signal, "sigtimedwait"):
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    sys.excepthook = _silent_about_lost_connections
-    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
+    sys.excepthook = _ignore_lost_connections
+    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
 
 
-def _silent_about_lost_connections(kind: type[BaseException], *problem: Any) -> None:
-    """A run that gave up hangs up on its workers; their helper threads would print a traceback each."""
+def _ignore_lost_connections(kind: type[BaseException], *problem: Any) -> None:
+    """A run that ends closes the connections to its workers, whose threads would each print a traceback."""
     if not issubclass(kind, OSError | EOFError):
         sys.__excepthook__(kind, *problem)
 
 
-def _end_with_parent(parent: int) -> None:
-    """torch's own watch on the parent can hang at exit, in the queue that nobody reads any more."""
+def _exit_with_parent(parent: int) -> None:
+    """Exit when the parent process does; torch's own check can hang at exit, in a queue that has no reader."""
     while os.getppid() == parent:
         if not hasattr(signal, "sigtimedwait"):
             time.sleep(0.5)

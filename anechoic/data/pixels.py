@@ -1,6 +1,6 @@
-"""A picture in memory to pixels: Pillow images and arrays of any color mode, depth and orientation to uint8.
+"""Pillow images and arrays of any color mode, depth and orientation to uint8 pixels.
 
-It reads no file; data/decoding.py turns bytes into what is taken here.
+It reads no file; data/decoding.py decodes bytes.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch import Tensor
 
 from anechoic.errors import UserError
 
-# Values are converted so many rows' worth at a time, so that wide temporary numbers stay small.
+# Values are converted in bands of about this number of pixels, which bounds the memory of wide temporary numbers.
 PIXELS_AT_ONCE = 1 << 22
 ORIENTATION = 0x0112
 ALPHA_MODES = {"RGBA", "LA", "PA", "RGBa", "La"}
 
 
 class Undecodable(Exception):
-    """This is not an image that can be read; the message says why."""
+    """The bytes are not an image that can be read; the message has the reason."""
 
 
 def as_pixels(picture: Any, *, channels: int) -> Tensor:
-    """uint8 (channels, H, W) of a Pillow image, upright; of an array (H, W) or (H, W, C); of a tensor (C, H, W)."""
+    """Return uint8 (channels, H, W) of a Pillow image, upright, an array (H, W) or (H, W, C), or a tensor (C, H, W)."""
     if isinstance(picture, Image.Image):
         try:
             return to_tensor(upright(plain(picture), picture.getexif().get(ORIENTATION, 1)), channels=channels)
@@ -36,9 +36,9 @@ def as_pixels(picture: Any, *, channels: int) -> Tensor:
     if isinstance(picture, Tensor) and picture.ndim == 3:
         picture = picture.permute(1, 2, 0).numpy(force=True)
     if not isinstance(picture, np.ndarray) or picture.ndim not in (2, 3):
-        told = f"An array of shape {tuple(picture.shape)}" if hasattr(picture, "shape") else type(picture).__name__
+        kind = f"An array of shape {tuple(picture.shape)}" if hasattr(picture, "shape") else type(picture).__name__
         raise UserError(
-            f"{told} is no image: give a Pillow image, an array (H, W, C), a tensor (C, H, W), a path or a list."
+            f"{kind} is no image: give a Pillow image, an array (H, W, C), a tensor (C, H, W), a path or a list."
         )
     if picture.dtype != np.uint8:
         raise UserError(f"Pixels are whole numbers 0 .. 255 (uint8), and this array holds {picture.dtype}: convert it.")
@@ -49,7 +49,7 @@ def as_pixels(picture: Any, *, channels: int) -> Tensor:
 
 
 def to_tensor(pixels: np.ndarray, *, channels: int) -> Tensor:
-    """(H, W, C) uint8 -> (channels, H, W)."""
+    """Return (channels, H, W) for (H, W, C) uint8."""
     pixels = in_bands(partial(to_channels, channels=channels), pixels)
     return torch.from_numpy(np.require(pixels, requirements=["C", "W"])).permute(2, 0, 1)
 
@@ -59,9 +59,9 @@ def with_axis(pixels: np.ndarray) -> np.ndarray:
 
 
 def plain(image: Image.Image) -> np.ndarray:
-    """A loaded Pillow image of any mode as uint8 (H, W, 1 | 2 | 3 | 4)."""
+    """Return a loaded Pillow image of any mode as uint8 (H, W, 1 | 2 | 3 | 4)."""
     if image.mode in ("L", "LA", "RGB", "RGBA"):
-        # A PNG may name one gray or color as transparent instead of carrying an alpha channel.
+        # A PNG may declare one gray or color transparent instead of having an alpha channel.
         if "transparency" in image.info and image.mode in ("L", "RGB"):
             return np.asarray(image.convert("RGBA"))
         return with_axis(np.asarray(image))
@@ -79,12 +79,12 @@ def plain(image: Image.Image) -> np.ndarray:
 
 
 def sixteen_to_eight(values: np.ndarray) -> np.ndarray:
-    """0 .. 65535 to the nearest of 0 .. 255 (65535 = 257 * 255)."""
+    """Round 0 .. 65535 to the nearest of 0 .. 255 (65535 = 257 * 255)."""
     return ((values.astype(np.uint32) + 128) // 257).astype(np.uint8)
 
 
 def in_bands(change: Callable[[np.ndarray], np.ndarray], pixels: np.ndarray) -> np.ndarray:
-    """change(pixels) of an image (H, W, ...), a band of rows at a time."""
+    """Return change(pixels) of an image (H, W, ...), computed by bands of rows."""
     rows = max(1, PIXELS_AT_ONCE // max(1, pixels.shape[1]))
     if len(pixels) <= rows:
         return change(pixels)
@@ -103,13 +103,13 @@ def upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
 
 
 def luminance(pixels: np.ndarray) -> np.ndarray:
-    """(..., 3) RGB to (..., 1), ITU-R 601 in 16-bit fixed point, as Pillow does it."""
+    """Convert (..., 3) RGB to (..., 1), ITU-R 601 in 16-bit fixed point, as Pillow does."""
     red, green, blue = (pixels[..., k : k + 1].astype(np.uint32) for k in range(3))
     return ((19595 * red + 38470 * green + 7471 * blue + 0x8000) >> 16).astype(np.uint8)
 
 
 def to_channels(pixels: np.ndarray, channels: int) -> np.ndarray:
-    """(H, W, 1 | 2 | 3 | 4) to (H, W, channels)."""
+    """Convert (H, W, 1 | 2 | 3 | 4) to (H, W, channels)."""
     have = pixels.shape[2]
     if have == channels:
         return pixels

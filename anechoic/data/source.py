@@ -128,7 +128,7 @@ class EncodedSource(Source):
 
 
 def refuse_exhaustion(error: Exception) -> None:
-    """Raise UserError if the process has reached its limit of open files: the image is not at fault."""
+    """Raise UserError if the process has reached its limit of open files: that is no defect of the image."""
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         raise UserError(
             f"No more files can be opened ({os.strerror(error.errno)}): allow more (ulimit -n 65536), then give the "
@@ -288,7 +288,7 @@ def check_labels(labels: np.ndarray, *, where: str) -> np.ndarray:
 
 
 def labels_of(source: Source) -> np.ndarray:
-    """Return the labels, or raise a UserError that says how to add some."""
+    """Return the labels, or raise a UserError with the way to add some."""
     if source.labels is None:
         raise UserError(
             "This needs labels and the data has none; sort the images into one folder per class, for example."

@@ -1,4 +1,4 @@
-"""The one way in which samples are held out: a choice that is a function of the seed and the samples' numbers."""
+"""Held-out samples: a choice that is a function of the seed and the samples' numbers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from anechoic.rng import SampleGenerator
 
 
 def hold_out(size: int, count: int, *, seed: int = 0, group: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """(kept, held-out) indices of `size` samples, each in order; `count` of them are held out.
+    """Return (kept, held-out) indices of `size` samples, each in order; `count` of them are held out.
 
-    group: so many samples in a row are of one image (`Source.group_size`); whole images are held out, at least `count`.
+    group: number of consecutive samples of one image (`Source.group_size`), which are held out together.
     """
     if group > 1:
         kept, held_out = hold_out(size // group, -(-count // group), seed=seed)
@@ -24,7 +24,7 @@ def hold_out(size: int, count: int, *, seed: int = 0, group: int = 1) -> tuple[n
 
 
 def hold_out_share(size: int, share: float, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(train, test) indices of `size` samples, the given share of them for testing."""
+    """Return (train, test) indices of `size` samples, with this fraction of them for testing."""
     if not 0 < share < 1:
         raise UserError(f"--holdout is the share of the data to test on, between 0 and 1, not {share}.")
     count = round(share * size)

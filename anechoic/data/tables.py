@@ -93,7 +93,7 @@ class Parquet(EncodedSource):
         group = int(np.searchsorted(self._ends, index, side="right"))
         rows, first = self._read_group(group), int(self._ends[group - 1]) if group else 0
         if index - first >= len(rows):
-            raise Undecodable("the parquet file has fewer rows than it says")
+            raise Undecodable("the parquet file has fewer rows than its index")
         return rows[index - first]
 
     def name(self, index: int) -> str:
@@ -330,7 +330,7 @@ def _load_rows(name: str, split: str) -> tuple[Any, str]:
         raise UserError(f"The data set {name!r} is damaged ({reason(error)}); make or download it again.") from error
     if isinstance(loaded, datasets.Dataset):
         if split:
-            raise UserError(f"The data set {name!r} has no splits; leave out {':' + split!r}.")
+            raise UserError(f"The data set {name!r} has no splits; omit {':' + split!r}.")
         return loaded, ""
     split = split or ("train" if "train" in loaded else next(iter(loaded)))
     if split not in loaded:

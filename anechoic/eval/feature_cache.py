@@ -304,10 +304,11 @@ def batches(
         workers=workers,
         build_cache=keep_pixels,
         start=start,
+        device=where,
     )
     bar = tqdm(loader, total=loader.num_batches, desc=encoder.name, leave=False, disable=None)
     with bar:
         for batch in bar:
             if ids is not None:
                 ids.append(batch.ids.numpy())
-            yield encoder.prepare(batch.images.to(where), batch.ids)
+            yield encoder.prepare(batch.images.to(where, non_blocking=True), batch.ids)

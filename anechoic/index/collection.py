@@ -1,7 +1,7 @@
-"""What a collection of images is made of: near-duplicates, outliers, clusters and a map, from vectors alone.
+"""The structure of a collection of images: near-duplicates, outliers, clusters and a map, from vectors alone.
 
-Vectors of length 1 in, indices and numbers out, by pieces of the collection, so that memory does not grow with the
-square of it. It reads no image and draws nothing.
+Vectors of length 1 in, indices and numbers out, computed in blocks, so that memory grows linearly with the collection.
+Images and pages are elsewhere.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from anechoic.eval.metrics.knn import Neighbors, nearest_units
 from anechoic.eval.projections import tsne
 from anechoic.index.index import nearest_others
 
-# Neighbors of each image that are looked for; those that say how odd it is, and that a map shows.
+# Neighbors of each image that are computed; those that define outliers and are shown on a map.
 NEIGHBORS, LIKE = 20, 10
-# Rows whose neighbors are looked for at once, and samples that clusters and maps are fitted to at most.
+# Rows of a block, and the maximum number of samples that clusters and maps are fitted to.
 ROWS_AT_ONCE, CLUSTERED, MAPPED = 4096, 20_000, 2000
-# Images that chance alone may make look like duplicates, in the whole collection; what is the same but for rounding;
-# and the least distance, as a share of the usual one, that an image's neighborhood counts with.
+# Expected number of false duplicates in the whole collection; the cosine of equal vectors but for rounding; and the
+# smallest reference distance of an image, as a fraction of the median.
 FALSE_ALARMS, SAME, CROWD = 0.1, 1 - 1e-6, 0.25
-# The neighbor, and the share of all images, whose distances tell how dense the collection is.
+# The neighbor, and the quantile of its distances, that measure how dense the collection is.
 THIRD, QUANTILE = 3, 0.05
-# Fewer would be the best by silhouette nearly always, and say nothing.
+# Fewer clusters nearly always have the best silhouette, without being informative.
 CLUSTERS = (4, 6, 8, 12, 16, 24, 32)
 
 
@@ -48,12 +48,12 @@ class Exploration:
 
     @property
     def oddest(self) -> np.ndarray:
-        """All images, the one least like its neighbors first."""
+        """Return all images, the one least similar to its neighbors first."""
         return np.argsort(self.likeness, kind="stable")
 
 
 def explored(units: Tensor, *, clusters: int | None = None, seed: int = 0) -> Exploration:
-    """units (n, D) of length 1."""
+    """Return neighbors, near-duplicates, clusters and a map of units (n, D) of length 1."""
     near = all_neighbors(units)
     limit = duplicate_limit(near)
     pairs = duplicate_pairs(near, limit)
@@ -69,7 +69,7 @@ def explored(units: Tensor, *, clusters: int | None = None, seed: int = 0) -> Ex
 
 
 def sampled(count: int, wanted: int, *, seed: int) -> np.ndarray:
-    """At most `wanted` indices of `count`: one drawn from each of so many equal stretches."""
+    """Return a maximum of `wanted` indices of `count`: a random one of each of `wanted` equal intervals."""
     wanted = min(count, wanted)
     ends = np.linspace(0, count, wanted + 1)
     share = np.random.default_rng(seed).random(wanted)
@@ -77,7 +77,7 @@ def sampled(count: int, wanted: int, *, seed: int) -> np.ndarray:
 
 
 def all_neighbors(units: Tensor, *, k: int = NEIGHBORS) -> Neighbors:
-    """The k nearest others of every row (n, D)."""
+    """Return the k nearest others of every row (n, D)."""
     n = len(units)
     if n < 2:
         raise UserError(f"There are {n} images, and neighbors need two: give more images.")
@@ -96,7 +96,7 @@ def all_neighbors(units: Tensor, *, k: int = NEIGHBORS) -> Neighbors:
 
 @dataclass(frozen=True)
 class Limit:
-    """Two images are near-duplicates up to this share of the distance to their K-th neighbors.
+    """Two images are near-duplicates up to this fraction of the distance to their K-th neighbors.
 
     dimension: of the collection around an image, fitted; reference (n,): that distance; ratio (n,): of the nearest
     image's distance to it.
@@ -109,22 +109,22 @@ class Limit:
 
 
 def duplicate_limit(near: Neighbors, *, false_alarms: float = FALSE_ALARMS) -> Limit:
-    """Calibrated on the collection itself, from the distribution of its nearest-neighbor distances.
+    """Return the limit, calibrated on the distribution of nearest-neighbor distances of the collection.
 
-    Where images lie around one as points in m dimensions do, the j-th of its K neighbors is closer than the share r of
-    the K-th with probability I(r^m; j, K - j), the incomplete beta function. m is fitted where the third neighbors are
-    closest: copies come in twos and threes and leave the third alone, and collections are denser in some places than a
-    single m tells. The limit is where fewer than `false_alarms` of all images have their nearest by chance. Measuring
-    each image by its own neighborhood keeps crowded parts of a collection from counting as duplicates.
+    If images are distributed around one as points in m dimensions, the j-th of its K neighbors is closer than the
+    fraction r of the K-th with probability I(r^m; j, K - j), the incomplete beta function. m is fitted where the third
+    neighbors are closest: most copies come in groups of two or three, which do not affect the third neighbor, and
+    density varies within a collection. At the limit, fewer than `false_alarms` of all images have their nearest by
+    chance. Distances are relative to each image's own neighborhood, so dense parts do not count as duplicates.
     """
     from scipy.special import betaincinv
 
     distances = (2 - 2 * near.similarities.double()).clamp(min=0).sqrt().numpy()
     n, k = distances.shape
-    # In a crowd of more than K copies even the K-th is one: then the usual distance counts.
+    # Of more than K copies even the K-th neighbor is one: then a fraction of the median distance is used.
     reference = np.maximum(distances[:, -1], CROWD * np.median(distances[:, -1]))
     ratio = distances[:, 0] / np.maximum(reference, 1e-9)
-    if k < 2 * THIRD:  # too few to tell: only what is the same
+    if k < 2 * THIRD:  # too few neighbors: only equal vectors
         return Limit(0.0, math.inf, reference, ratio)
     low = np.quantile(distances[:, THIRD - 1] / np.maximum(reference, 1e-9), QUANTILE)
     expected = float(betaincinv(THIRD, k - THIRD, QUANTILE))
@@ -133,7 +133,7 @@ def duplicate_limit(near: Neighbors, *, false_alarms: float = FALSE_ALARMS) -> L
 
 
 def duplicate_pairs(near: Neighbors, limit: Limit) -> list[tuple[int, int, float]]:
-    """(i, j, similarity) with i < j, each pair once, most similar first: within the limit as both images see it."""
+    """Return (i, j, similarity) with i < j, each pair once, most similar first: within the limits of both images."""
     reference = torch.from_numpy(limit.reference)
     reach = limit.share * torch.minimum(reference[:, None], reference[near.indices])
     distance = (2 - 2 * near.similarities.double()).clamp(min=0).sqrt()
@@ -146,7 +146,7 @@ def duplicate_pairs(near: Neighbors, limit: Limit) -> list[tuple[int, int, float
 
 
 def groups_of(pairs: Sequence[tuple[int, int, float]], count: int) -> list[list[int]]:
-    """Images that are linked by pairs, largest groups first."""
+    """Return groups of images that are connected by pairs, the largest first."""
     from scipy.sparse import coo_matrix
     from scipy.sparse.csgraph import connected_components
 
@@ -178,7 +178,7 @@ class Clusters:
 
 
 def cluster(units: Tensor, *, count: int | None = None, seed: int = 0, examples: int = 8) -> Clusters:
-    """k-means of a sample; every image then goes to its nearest center. count None: the best silhouette decides."""
+    """Return k-means clusters of a sample, and every image's nearest center; count None: the best silhouette."""
     if count is not None and not 1 <= count <= len(units):
         raise UserError(f"There are {len(units)} images, so they form 1 to {len(units)} clusters, not {count}.")
     sample = units[sampled(len(units), CLUSTERED, seed=seed)]
@@ -198,7 +198,7 @@ def cluster(units: Tensor, *, count: int | None = None, seed: int = 0, examples:
 
 
 def k_means(sample: Tensor, count: int, *, seed: int) -> Tensor:
-    """Centers (count, D) of length 1."""
+    """Return centers (count, D) of length 1."""
     from sklearn.cluster import KMeans
 
     fit = KMeans(count, n_init=3, random_state=seed).fit(sample.numpy())
@@ -206,7 +206,7 @@ def k_means(sample: Tensor, count: int, *, seed: int) -> Tensor:
 
 
 def best_clusters(sample: Tensor, *, seed: int) -> Tensor:
-    """As many centers as give the largest silhouette on a part of the sample."""
+    """Return the centers whose number has the largest silhouette on a part of the sample."""
     from sklearn.metrics import silhouette_score
 
     part = sample[sampled(len(sample), MAPPED, seed=seed)]
@@ -224,7 +224,7 @@ def best_clusters(sample: Tensor, *, seed: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Map:
-    """rows: which images are on it; places (m, 2); neighbors: of each, the nearest others on it."""
+    """rows: images on the map; places (m, 2); neighbors: of each, the nearest others on the map."""
 
     rows: np.ndarray
     places: np.ndarray
@@ -232,7 +232,7 @@ class Map:
 
 
 def map_of(units: Tensor, *, points: int = MAPPED, seed: int = 0) -> Map:
-    """Evenly spread over the collection."""
+    """Return a t-SNE map of points spread evenly over the collection."""
     chosen = sampled(len(units), points, seed=seed)
     shown = units[chosen]
     k = min(LIKE, len(chosen) - 1)

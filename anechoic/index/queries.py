@@ -1,4 +1,4 @@
-"""What a search asks for: images on disk or in the collection itself, found by name, number or path."""
+"""Queries of a search: images on disk or in the collection, by path, name or number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from anechoic.index.index import Index, Vector, encoder_for
 
 
 class Query(NamedTuple):
-    """The image `number` of a source; own: its number in the collection, where it is part of it."""
+    """The image `number` of a source; own: its number in the collection, if it is part of it."""
 
     name: str
     source: Source
@@ -26,7 +26,7 @@ class Query(NamedTuple):
 
 
 def resolve(words: Sequence[str], collection: Source) -> list[Query]:
-    """Each word is an image file, a folder of them, or an image of the collection by name, end of name or number."""
+    """Return queries for words: an image file, a folder, or an image of the collection by name, suffix or number."""
     if not words:
         raise UserError("Nothing is searched for: name an image, or several, after the data.")
     names = {collection.name(i): i for i in range(len(collection))}
@@ -68,7 +68,7 @@ def by_name(word: str, names: dict[str, int]) -> int:
 def query_vectors(
     queries: Sequence[Query], index: Index, encoder: Encoder, *, vector: Vector, layer: int, device: str
 ) -> np.ndarray:
-    """(Q, D): from the index where it has them, computed otherwise."""
+    """Return (Q, D): rows of the index where it has them, computed otherwise."""
     encoder, pooling = encoder_for(encoder, vector, layer)
     layer = -1 if vector == "flat" else layer
     rows = {int(i): row for row, i in enumerate(index.ids)}

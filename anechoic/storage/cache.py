@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
-from xxhash import xxh3_128, xxh3_128_digest
+from xxhash import xxh3_128
 
 from anechoic.errors import UserError
 from anechoic.storage.files import flush, read_json, remove, sealed, sweep_leftovers, unsealed, write_json
@@ -225,14 +225,13 @@ class OpenEntry:
 def hash_file(path: str | Path) -> bytes:
     """Return 16 bytes of XXH3 of a regular file's content: fast, and not meant to resist forgery."""
     with open_regular(path) as file:
-        return hash_stream(file)
+        return hash_descriptor(file.fileno())
 
 
-def hash_stream(file: Any) -> bytes:
+def hash_descriptor(descriptor: int) -> bytes:
     """Return 16 bytes of XXH3 of the rest of an open file."""
-    if len(first := file.read(1 << 20)) < 1 << 20:
-        return xxh3_128_digest(first)
-    state = xxh3_128(first)
-    while block := file.read(1 << 22):
-        state.update(block)
+    block = min(os.fstat(descriptor).st_size + 1, 1 << 22)  # no more memory than a small file needs
+    state = xxh3_128()
+    while data := os.read(descriptor, block):
+        state.update(data)
     return state.digest()

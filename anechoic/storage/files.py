@@ -1,7 +1,7 @@
-"""Files written whole or not at all, and files that say whether they are what was written.
+"""Atomic writes and files that carry their checksum.
 
-Everything is written aside under a hidden name, forced onto the disk, renamed, and the rename forced onto the disk too.
-After a crash at any point the old content or the new one is there. Standard library only.
+Everything is written under a hidden name, flushed to disk and renamed, and the rename is flushed, too. After a crash at
+any point the old content or the new one is there. Standard library only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from anechoic.errors import UserError
 from anechoic.storage.safe_io import open_regular, parse_json, read_text
 
-# What is being written, deleted, and kept until another has its name. Only a killed process leaves such names behind.
+# Prefixes of what is being written, deleted, and kept until its successor has its name; left only by killed processes.
 NEW, OLD, WAS = ".new-", ".old-", ".was-"
 SEAL = "checksum"
 
@@ -30,7 +30,7 @@ SEAL = "checksum"
 
 
 def flush(path: Path) -> None:
-    """Force a file's content or a directory's entries onto the disk."""
+    """Flush a file's content or a directory's entries to disk."""
     if sys.platform == "win32" and path.is_dir():
         return  # directories cannot be opened there
     descriptor = os.open(path, os.O_RDONLY)
@@ -42,7 +42,7 @@ def flush(path: Path) -> None:
 
 @contextmanager
 def write_aside(path: Path, *, folder: bool = False) -> Iterator[Path]:
-    """A path to write to (folder: an empty directory). When the block ends well it takes the name `path` at once."""
+    """Yield a path to write to (folder: an empty directory); it is renamed to `path` when the block succeeds."""
     temporary, before = _beside(path, NEW), None
     try:
         if folder:
@@ -51,7 +51,7 @@ def write_aside(path: Path, *, folder: bool = False) -> Iterator[Path]:
         for item in sorted(temporary.iterdir()) if folder else []:
             flush(item)
         flush(temporary)
-        if path.is_dir():  # a directory cannot take the name of another
+        if path.is_dir():  # a directory cannot replace another
             before = _beside(path, WAS)
             os.rename(path, before)
         os.replace(temporary, path)
@@ -70,9 +70,9 @@ def _beside(path: Path, prefix: str) -> Path:
 
 
 def reserve(descriptor: int, size: int) -> None:
-    """Give a file at least this length and room for all of it now; OSError if there is none.
+    """Extend a file to this length and allocate its space; OSError if the disk is full.
 
-    Writing through a memory map to room that does not exist would end the process instead.
+    Writing through a memory map to space that is not allocated would kill the process instead.
     """
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, max(1, size))
@@ -82,7 +82,7 @@ def reserve(descriptor: int, size: int) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """With its parents; one that cannot be made is refused in a sentence."""
+    """Create a folder with its parents; UserError if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
@@ -95,7 +95,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file or directory; its name goes first, so that a crash leaves no half of it under that name."""
+    """Delete a file or directory; it is renamed first, so that a crash leaves no part of it under its name."""
     if path.exists():
         doomed = _beside(path, OLD)
         os.rename(path, doomed)
@@ -104,10 +104,10 @@ def remove(path: Path) -> None:
 
 
 def sweep_leftovers(folder: Path, *, older_than: float = 0.0) -> None:
-    """Delete what killed processes left half written or half deleted here, if it is so many seconds old.
+    """Delete what killed processes left half written or half deleted here, if it is older than this in seconds.
 
     A directory that was about to be replaced, and was not, gets its name back. Without a lock on the folder, older_than
-    must be longer than anybody writes.
+    must be longer than any write.
     """
     for path in folder.glob(".*") if folder.is_dir() else []:
         if path.name.startswith((NEW, OLD, WAS)):
@@ -120,7 +120,7 @@ def sweep_leftovers(folder: Path, *, older_than: float = 0.0) -> None:
                 else:
                     _delete(path)
             except FileNotFoundError:
-                continue  # its owner was quicker
+                continue  # its owner deleted it
 
 
 def _delete(path: Path) -> None:
@@ -139,17 +139,17 @@ def checksum(path: Path) -> str:
 
 
 def digest_of(value: Any) -> str:
-    """Of a JSON value, however it is laid out."""
+    """Return the SHA-256 of a JSON value, independent of its layout."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
-    """The object with its own checksum as its last field."""
+    """Return the object with its own checksum as its last field."""
     return {**value, SEAL: digest_of(value)}
 
 
 def unsealed(value: Any) -> dict[str, Any]:
-    """What `sealed` was given; ValueError if a field was changed, added or lost since."""
+    """Return the argument of `sealed`; ValueError if a field was changed, added or lost since."""
     if not isinstance(value, dict):
         raise ValueError("it is no JSON object")
     content = {name: item for name, item in value.items() if name != SEAL}
@@ -162,5 +162,5 @@ def unsealed(value: Any) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> Any:
-    """Any JSON value; a file that must hold an object is read by `untrusted.read_table`."""
+    """Return any JSON value; a file that must hold an object is read by `safe_io.read_table`."""
     return parse_json(read_text(path), where=str(path))

@@ -1,4 +1,4 @@
-"""A short name for weights that changes when they do; it is written on every receipt."""
+"""A short hash of weights, which is written to every result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """16 hexadecimal digits of the SHA-256 of all names and values, whatever their order."""
+    """Return 16 hexadecimal digits of the SHA-256 of all names and values, independent of their order."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(name.encode())

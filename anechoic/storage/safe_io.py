@@ -1,7 +1,6 @@
-"""How files from outside are read: regular files only, up to a size, and JSON that is parsed or refused in a sentence.
+"""Reading untrusted files: regular files only, up to a size, and JSON with errors as one sentence.
 
-A path may name a pipe that never ends, a device, or a file larger than memory; text may be anything. Standard library
-only.
+A path may be an endless pipe, a device, or a file larger than memory; text may be anything. Standard library only.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from zipfile import ZipFile
 
 from anechoic.errors import UserError
 
-# An encoded image, or a member of an archive, is refused from here on.
+# Larger encoded images, or members of archives, are refused.
 MAX_IMAGE_BYTES = 1 << 28
 MAX_JSON_BYTES = 1 << 26
-# What an archive may unpack to: any amount up to this, and beyond it so many times its own size.
+# An archive may unpack to this size, or to this multiple of its own size.
 MAX_UNPACKED, MAX_RATIO = 1 << 26, 50
 
 
 @contextmanager
 def open_regular(path: str | Path) -> Iterator[BufferedReader]:
-    """The file, opened without waiting for a pipe's other end; OSError if it is no regular file."""
-    # Without O_NONBLOCK, opening a pipe would wait for somebody to write to it.
+    """Open a file; OSError if it is not a regular file."""
+    # Without O_NONBLOCK, opening a pipe would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -39,9 +38,9 @@ def open_regular(path: str | Path) -> Iterator[BufferedReader]:
 
 
 def read_regular(path: str | Path, *, limit: int = MAX_IMAGE_BYTES) -> bytes:
-    """All of a regular file of at most `limit` bytes; OSError otherwise."""
+    """Return the content of a regular file of at most `limit` bytes; OSError otherwise."""
     with open_regular(path) as file:
-        # Room is made for what is there, not for the limit.
+        # Memory is allocated for the file's size, not for the limit.
         data = file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)
     if len(data) > limit:
         raise OSError(errno.EFBIG, f"more than {limit:,} bytes", str(path))
@@ -49,7 +48,7 @@ def read_regular(path: str | Path, *, limit: int = MAX_IMAGE_BYTES) -> bytes:
 
 
 def read_text(path: str | Path, *, limit: int = MAX_JSON_BYTES) -> str:
-    """All of a UTF-8 text file; UserError with the cause otherwise."""
+    """Return the content of a UTF-8 text file; UserError with the cause otherwise."""
     try:
         return read_regular(path, limit=limit).decode("utf-8")
     except (OSError, ValueError) as problem:
@@ -57,7 +56,7 @@ def read_text(path: str | Path, *, limit: int = MAX_JSON_BYTES) -> str:
 
 
 def read_table(path: str | Path) -> dict[str, Any]:
-    """The JSON object in a file; UserError with the cause otherwise."""
+    """Return the JSON object in a file; UserError with the cause otherwise."""
     return parse_table(read_text(path), where=str(path))
 
 
@@ -78,13 +77,13 @@ def parse_table(text: str | bytes, *, where: str) -> dict[str, Any]:
 
 
 def reason(problem: BaseException) -> str:
-    """One line about an exception."""
+    """Return one line about an exception."""
     text = problem.strerror if isinstance(problem, OSError) and problem.strerror else str(problem)
     return (text.strip().splitlines() or [type(problem).__name__])[0].rstrip(".")[:200]
 
 
 def refuse_bomb(archive: ZipFile, path: str | Path) -> None:
-    """UserError for a zip file (also .npz, .pth) whose members unpack to far more than it is long."""
+    """Raise UserError for a zip file (also .npz, .pth) whose members unpack to far more than it is long."""
     unpacked, own = sum(info.file_size for info in archive.infolist()), os.path.getsize(path)
     if unpacked > MAX_UNPACKED and unpacked > MAX_RATIO * own:
         raise UserError(
@@ -94,18 +93,18 @@ def refuse_bomb(archive: ZipFile, path: str | Path) -> None:
 
 
 def refuse_odd_files(folder: Path) -> None:
-    """UserError if a folder that another library will read holds pipes, devices or links to nowhere."""
+    """Raise UserError if a folder that another library will read holds pipes, devices or links to nowhere."""
     odd = next((path for path in folder.rglob("*") if not path.is_file() and not path.is_dir()), None)
     if odd is not None:
         raise UserError(f"{odd} is neither a file nor a folder; remove it.")
 
 
-# No network for images has a number beyond these in its config; one that has would be built for ever.
+# Larger numbers in a network's config are refused: building it would not end.
 MAX_NUMBER, MAX_LAYERS = 1 << 20, 1000
 
 
 def refuse_giants(settings: Mapping[str, Any], *, where: str) -> None:
-    """UserError if a foreign library's config asks for more layers, or wider ones, than any network has."""
+    """Raise UserError if a foreign library's config asks for more layers, or wider ones, than any network has."""
     waiting: list[tuple[str, Any]] = list(settings.items())
     while waiting:
         name, value = waiting.pop()
@@ -116,19 +115,19 @@ def refuse_giants(settings: Mapping[str, Any], *, where: str) -> None:
         elif isinstance(value, int | float):
             limit = MAX_LAYERS if "layers" in name or "depth" in name else MAX_NUMBER
             if not (math.isfinite(value) and abs(value) <= limit):
-                raise UserError(f"{where} says {name[:60]} = {value!r:.40}, which is beyond any network ({limit:,}).")
+                raise UserError(f"{where}: {name[:60]} = {value!r:.40} is beyond any network ({limit:,}).")
 
 
 def refuse_unbacked(parameters: int, folder: Path, *, where: str) -> None:
-    """UserError if a network has far more parameters than the files in its folder have bytes."""
+    """Raise UserError if a network has far more parameters than the files in its folder have bytes."""
     own = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
     if parameters > MAX_UNPACKED and parameters > 4 * own:
         raise UserError(f"{where} describes a network of {parameters:,} parameters, and its files have {own:,} bytes.")
 
 
 def of_kind(values: Mapping[str, Any], name: str, kind: type | tuple[type, ...], *, where: str) -> Any:
-    """values[name], which must be of this kind; a truth value is no number."""
+    """Return values[name], which must be of this type; a bool is no number."""
     value = values.get(name)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise UserError(f"{where} says {name} = {value!r:.60}, which is not what belongs there.")
+        raise UserError(f"{where}: {name} = {value!r:.60} is not a valid value.")
     return value

@@ -47,6 +47,7 @@ def make_loader(
     workers: int = 0,
     rank: int = 0,
     world_size: int = 1,
+    device: torch.device | str = "cpu",
 ) -> Loader:
     """Batches of these samples for ever, in an order that is a function of the seed, from sample `start` on."""
     data = config.data
@@ -62,6 +63,7 @@ def make_loader(
         workers=workers,
         rank=rank,
         world_size=world_size,
+        device=device,
     )
 
 

@@ -179,6 +179,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False, brief: bo
             workers=workers_with_room(config, world),
             rank=world.rank,
             world_size=world.size,
+            device=world.device,
         )
         batches = iter(loader)
         validation = None

@@ -84,18 +84,18 @@ def reference_box(
 
 
 @pytest.mark.parametrize("size", [(60, 40), (32, 32), (40, 400), (400, 40)])
-def test_boxes_equal_the_loop_written_out(size: tuple[int, int]) -> None:
+def test_boxes_equal_an_explicit_loop(size: tuple[int, int]) -> None:
     numbers = generator(200, seed=3)
     boxes = crop_boxes(np.tile(size, (200, 1)), numbers, scale=(0.2, 1.0), ratio=RATIO, tries=10)
     assert boxes.tolist() == [list(reference_box(*size, numbers, row, (0.2, 1.0))) for row in range(200)]
 
 
-def test_a_box_that_never_fits_is_the_middle() -> None:
+def test_crop_that_never_fits_is_the_center() -> None:
     boxes = crop_boxes(np.array([[10, 1000], [1000, 10]]), generator(2), scale=(0.9, 1.0), ratio=RATIO, tries=10)
     assert boxes.tolist() == [[0, 493, 10, 13], [493, 0, 13, 10]]
 
 
-def test_single_draw_cuts_the_sides_instead() -> None:
+def test_single_try_clips_the_box() -> None:
     boxes = crop_boxes(np.tile([32, 32], (500, 1)), generator(500), scale=(0.9, 1.0), ratio=RATIO, tries=1)
     assert (boxes[:, 2:] == 32).any()
     numbers = generator(500).uniform("crop", 1, 2).double()
@@ -114,7 +114,7 @@ def test_resampling_is_pillows_antialiased_bicubic(sizes: tuple[int, int, int, i
     assert (ours.permute(1, 2, 0).int() - torch.from_numpy(np.array(theirs)).int()).abs().max() <= 1
 
 
-def test_a_sample_is_cropped_alike_in_every_batch_and_layout() -> None:
+def test_crop_of_a_sample_is_independent_of_batch_and_layout() -> None:
     images = [picture(20 + k, 45 - k, seed=k) for k in range(12)]
     numbers = generator(12)
     together = Augment()(images, image_size=16, generator=numbers)
@@ -127,7 +127,7 @@ def test_a_sample_is_cropped_alike_in_every_batch_and_layout() -> None:
     assert not torch.equal(again, together)
 
 
-def test_a_whole_crop_is_the_image_and_half_are_mirrored() -> None:
+def test_full_crop_is_the_image_and_half_are_mirrored() -> None:
     image = picture(16, 16)
     batch = Augment(scale=(1.0, 1.0), ratio=(1.0, 1.0))([image] * 2000, image_size=16, generator=generator(2000))
     same = (batch == image).flatten(1).all(1)
@@ -149,7 +149,7 @@ def test_padded_crop_is_a_window_of_the_padded_image() -> None:
 
 
 @pytest.mark.parametrize("kind", ["center", "none"])
-def test_images_of_the_right_size_stay_as_they_are(kind: str) -> None:
+def test_images_of_the_right_size_are_unchanged(kind: str) -> None:
     image = picture(32, 32)
     assert torch.equal(Augment(kind)([image], image_size=32, generator=generator(1))[0], image)  # type: ignore[arg-type]
 

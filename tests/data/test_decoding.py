@@ -41,13 +41,13 @@ def as_tensor(image: Image.Image) -> torch.Tensor:
     ("kind", "mode"),
     [*((kind, mode) for kind in ("PNG", "BMP", "TIFF", "JPEG") for mode in ("RGB", "L")), ("WEBP", "RGB")],
 )
-def test_formats_give_pillows_pixels(kind: str, mode: str) -> None:
+def test_decode_equals_pillow_for_every_format(kind: str, mode: str) -> None:
     data = encode(noise(mode), kind)
     with Image.open(io.BytesIO(data)) as image:
         assert torch.equal(decode(data), as_tensor(image.convert("RGB")))
 
 
-def test_palette_bilevel_and_cmyk_give_pillows_pixels() -> None:
+def test_decode_equals_pillow_for_palette_bilevel_and_cmyk() -> None:
     palette = noise("RGB").quantize(16)
     assert torch.equal(decode(encode(palette, "PNG")), as_tensor(palette.convert("RGB")))
     bilevel = noise("L").convert("1")
@@ -63,7 +63,7 @@ def test_one_channel_is_pillows_luminance() -> None:
     assert torch.equal(decode(encode(image, "PNG"), channels=1), as_tensor(image.convert("L")))
 
 
-def test_alpha_is_laid_on_white() -> None:
+def test_decode_composes_alpha_on_white() -> None:
     image = noise("RGBA")
     white = Image.new("RGBA", SIZE, "white")
     white.alpha_composite(image)
@@ -76,7 +76,7 @@ def test_alpha_is_laid_on_white() -> None:
     assert torch.equal(decode(encode(noise("LA"), "PNG"), channels=2), as_tensor(noise("LA")))
 
 
-def test_a_color_named_transparent_is_laid_on_white() -> None:
+def test_decode_composes_a_transparent_color_on_white() -> None:
     image = Image.new("RGB", (2, 1), (10, 20, 30))
     image.putpixel((1, 0), (1, 2, 3))
     pixels = decode(encode(image, "PNG", transparency=(1, 2, 3)))
@@ -113,7 +113,7 @@ def test_reduction_keeps_the_shorter_side(kind: str, width: int, height: int) ->
     assert min(height, width) < 2 * factor * 64 or factor == 8
 
 
-def test_a_reduced_image_is_the_average_of_the_full_one() -> None:
+def test_reduced_image_is_the_average_of_the_full_one() -> None:
     smooth = noise("RGB", (40, 30)).resize((400, 300), Image.Resampling.BICUBIC)
     for kind in ("JPEG", "PNG"):
         data = encode(smooth, kind)
@@ -122,7 +122,7 @@ def test_a_reduced_image_is_the_average_of_the_full_one() -> None:
         assert (reduced - average).abs().mean() < 1.5
 
 
-def test_simplejpeg_gives_the_pixels_of_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simplejpeg_equals_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("simplejpeg")
     exif = Image.Exif()
     exif[ORIENTATION] = 6
@@ -173,7 +173,7 @@ def jpeg_bomb() -> bytes:
     ],
     ids=["empty", "text", "html", "cut jpeg", "cut png", "header only", "png bomb", "jpeg bomb", "float"],
 )
-def test_what_is_no_image_says_why(data: bytes, reason: str, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undecodable_bytes_have_a_reason(data: bytes, reason: str, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not fast:
         monkeypatch.setattr("anechoic.data.decoding.simplejpeg", None)
     with pytest.raises(Undecodable, match=reason):

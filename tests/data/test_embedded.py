@@ -41,13 +41,13 @@ def test_digits_split_is_disjoint_and_complete() -> None:
     size=st.sampled_from([16, 31, 32]),
     seed=st.integers(0, 2**40),
 )
-def test_a_scene_depends_on_seed_number_and_size_alone(indices: list[int], size: int, seed: int) -> None:
+def test_scene_is_a_function_of_seed_number_and_size(indices: list[int], size: int, seed: int) -> None:
     together = Scenes(10_001, size=size, seed=seed).read_many(indices)
     for index, image in zip(indices, together, strict=True):
         assert torch.equal(image, Scenes(index + 1, size=size, seed=seed).read(index))
 
 
-def test_long_reads_are_the_same_as_short_ones() -> None:
+def test_scenes_read_many_equals_read() -> None:
     source = Scenes(200, size=16)
     assert all(torch.equal(image, source.read(k)) for k, image in enumerate(source.read_many(range(200))))
 
@@ -104,18 +104,18 @@ def test_masks_cut_out_the_shape() -> None:
         assert contrast > (image[:, moved].mean(1) - image[:, ~moved].mean(1)).abs().sum()
 
 
-def test_a_larger_scene_is_the_same_scene() -> None:
+def test_larger_scene_shows_the_same_shape() -> None:
     ids = torch.arange(20)
     small, large = draw_scenes(ids, size=32, seed=0)[0].float(), draw_scenes(ids, size=128, seed=0)[0].float()
     assert (torch.nn.functional.avg_pool2d(large, 4) - small).abs().mean() < 3
 
 
-def test_pixels_alone_do_not_tell_the_kind() -> None:
+def test_pixel_neighbors_do_not_classify_scenes() -> None:
     parts = [open_source(name, labels=True, size=32) for name in ("scenes:train:2000", "scenes:test:500")]
     train, test = (torch.stack(part.read_many(range(len(part)))).flatten(1).numpy() / 255 for part in parts)  # type: ignore[arg-type]
     for neighbors in (1, 20):
-        judge = KNeighborsClassifier(neighbors, algorithm="brute").fit(train, parts[0].labels)
-        assert judge.score(test, parts[1].labels) < 0.2
+        classifier = KNeighborsClassifier(neighbors, algorithm="brute").fit(train, parts[0].labels)
+        assert classifier.score(test, parts[1].labels) < 0.2
 
 
 def test_gray_scenes_and_wrong_requests() -> None:

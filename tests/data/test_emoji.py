@@ -16,7 +16,7 @@ def opened(spec, **options):
     return open_source(spec, **{"labels": True, **options})
 
 
-def test_all_drawings_are_there_hand_by_hand():
+def test_emoji_are_sorted_by_style():
     source = opened("emoji")
     assert len(source) == 5150
     assert read_index()["styles"] == STYLES
@@ -32,7 +32,7 @@ def test_all_drawings_are_there_hand_by_hand():
     assert len({image.tobytes() for image in images}) > 5100
 
 
-def test_labels_are_groups_things_or_styles():
+def test_emoji_labels_are_groups_objects_or_styles():
     assert len(opened("emoji").classes) == 8
     assert opened("emoji").classes == tuple(sorted(opened("emoji:label=group").classes))
     by_thing, by_style = opened("emoji:label=object"), opened("emoji:label=style")
@@ -43,7 +43,7 @@ def test_labels_are_groups_things_or_styles():
     assert opened("emoji", labels=False).labels is None
 
 
-def test_train_and_test_share_no_thing_and_every_group_is_in_both():
+def test_emoji_splits_share_no_object_and_every_group():
     train, test = opened("emoji:train"), opened("emoji:test")
     assert set(train.facets["object"]).isdisjoint(test.facets["object"])
     assert len(train) + len(test) == 5150
@@ -52,7 +52,7 @@ def test_train_and_test_share_no_thing_and_every_group_is_in_both():
     assert train.classes == test.classes
 
 
-def test_hands_can_be_chosen_and_left_out():
+def test_emoji_styles_are_selected_and_excluded():
     one = opened("emoji:style=noto")
     assert set(one.facets["style"]) == {0}
     assert len(one) == 1030
@@ -62,7 +62,7 @@ def test_hands_can_be_chosen_and_left_out():
         opened("emoji:style=twemoji+noto").images, opened("emoji:without=noto-v1+fluent-emoji-flat+emojione").images
     )
     assert len(opened("emoji:test:style=emojione+noto")) == 2 * 203
-    # The same drawing is the same whichever way it is reached, and its fingerprint says what is in a source.
+    # A drawing is the same by every spec, and a fingerprint depends on the drawings of a source.
     assert np.array_equal(one.images, opened("emoji").images[:1030])
     assert opened("emoji").fingerprint == opened("emoji:label=thing").fingerprint != one.fingerprint
 
@@ -76,22 +76,22 @@ def test_gray_and_other_processes():
 
 
 @pytest.mark.parametrize(
-    ("spec", "says"),
+    ("spec", "message"),
     [
         ("emoji:valid", "say emoji, emoji:train or emoji:test"),
         ("emoji:style=apple", "no emoji style 'apple'; there are noto, noto-v1"),
         ("emoji:label=color", "label=object"),
-        ("emoji:train:test", "says split twice"),
+        ("emoji:train:test", "has split twice"),
         ("emoji:style=noto:without=noto", "leaves no style"),
         ("emoij", "did you mean emoji"),
     ],
 )
-def test_mistakes_are_answered(spec, says):
-    with pytest.raises(UserError, match=says):
+def test_emoji_refuses_unknown_words(spec, message):
+    with pytest.raises(UserError, match=message):
         opened(spec)
 
 
-def test_the_sheets_are_small_and_come_with_their_licenses():
+def test_emoji_sheets_are_small_and_have_licenses():
     files = list(SHEETS.iterdir())
     assert sum(file.stat().st_size for file in files) < 3_500_000
     assert all(file.stat().st_size < 1_000_000 for file in files)

@@ -100,7 +100,7 @@ def test_drawn_latents_follow_their_moments() -> None:
     assert draw_latents(extreme, torch.ones(1, 1, 1, 1), scale=1.0).item() == pytest.approx(np.exp(10.0), rel=1e-5)
 
 
-def test_visits_draw_afresh_and_repeat_exactly(cache: Path) -> None:
+def test_latents_differ_between_visits_and_repeat_exactly(cache: Path) -> None:
     found = Latents(cache)
     moments = [found.read(i) for i in (3, 4)]
 
@@ -116,7 +116,7 @@ def test_visits_draw_afresh_and_repeat_exactly(cache: Path) -> None:
     assert not torch.equal(first, drawn(1, moments, [3, 4]))
 
 
-def test_what_is_encoded_can_be_decoded(cache: Path, vae: Any) -> None:
+def test_encoded_images_are_decoded(cache: Path, vae: Any) -> None:
     found = Latents(cache)
     mean = found.read(0)[None].chunk(2, dim=1)[0]
     direct = vae.decode(mean).sample

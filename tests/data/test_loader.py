@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from torch.utils.data import DataLoader
+from torch.utils.data._utils.pin_memory import pin_memory
 
-from anechoic.data import Array, Augment, Batch, Loader, Subset, open_source
+from anechoic.data import Array, Augment, Batch, Loader, Scenes, Subset, loader, open_source
 from anechoic.data.loader import min_side_for, permutation
 from anechoic.errors import UserError
 
@@ -52,7 +55,7 @@ def equal(first: list[Batch], second: list[Batch]) -> bool:
     seed=st.integers(0, 2**40),
     drop_last=st.booleans(),
 )
-def test_a_start_anywhere_continues_the_same_run(count: int, batch: int, skip: int, seed: int, drop_last: bool) -> None:
+def test_loader_starts_at_any_sample(count: int, batch: int, skip: int, seed: int, drop_last: bool) -> None:
     if drop_last and batch > count:
         return
     options = {"image_size": 4, "batch_size": batch, "seed": seed, "shuffle": True, "drop_last": drop_last}
@@ -71,7 +74,7 @@ def test_a_start_anywhere_continues_the_same_run(count: int, batch: int, skip: i
 
 @settings(max_examples=20, deadline=None)
 @given(world=st.sampled_from([1, 2, 3, 4]), share=st.integers(1, 5), shuffle=st.booleans(), seed=st.integers(0, 99))
-def test_ranks_share_the_batches_of_one_process(world: int, share: int, shuffle: bool, seed: int) -> None:
+def test_ranks_split_the_batches_of_one_process(world: int, share: int, shuffle: bool, seed: int) -> None:
     options = {"image_size": 4, "batch_size": world * share, "seed": seed, "shuffle": shuffle}
     source = numbered(23)
     ranks = [take(Loader(source, **options, rank=rank, world_size=world), 5) for rank in range(world)]
@@ -136,7 +139,7 @@ def test_visits_change_the_crop_but_not_the_evaluation(folder: Path) -> None:
 
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_unreadable_images_are_left_out_counted_and_listed(folder: Path, cache: bool, workers: int) -> None:
+def test_loader_skips_and_lists_unreadable_images(folder: Path, cache: bool, workers: int) -> None:
     whole = (folder / "odd" / "01.png").read_bytes()
     (folder / "even" / "04.png").write_bytes(b"")
     (folder / "even" / "10.png").write_text("words, not pixels")
@@ -163,7 +166,7 @@ def test_unreadable_images_are_left_out_counted_and_listed(folder: Path, cache: 
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_too_many_unreadable_images_stop_the_pass(folder: Path, workers: int, shuffle: bool) -> None:
+def test_loader_refuses_too_many_unreadable_images(folder: Path, workers: int, shuffle: bool) -> None:
     for k in range(0, 10, 2):
         (folder / "even" / f"{k:02d}.png").write_bytes(b"")
     with pytest.raises(UserError, match="of 40 images cannot be read") as caught:
@@ -173,7 +176,7 @@ def test_too_many_unreadable_images_stop_the_pass(folder: Path, workers: int, sh
     assert "\n" not in str(caught.value)
 
 
-def test_a_source_of_only_bad_images_stops(tmp_path: Path) -> None:
+def test_loader_refuses_a_source_of_bad_images(tmp_path: Path) -> None:
     for k in range(15):
         (tmp_path / f"{k}.jpg").write_text("no")
     for cache in (True, False):
@@ -220,7 +223,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_workers_die_with_a_killed_parent(folder: Path) -> None:
+def test_workers_exit_with_a_killed_parent(folder: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT, str(folder)], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         workers = [int(pid) for pid in parent.stdout.readline().split()]
@@ -231,3 +234,28 @@ def test_workers_die_with_a_killed_parent(folder: Path) -> None:
     while any(alive(pid) for pid in workers) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not any(alive(pid) for pid in workers)
+
+
+@pytest.mark.parametrize(("device", "pinned"), [("cpu", False), ("cuda", True), ("xpu:1", True), ("mps", False)])
+def test_loader_pins_memory_for_gpus(device: str, pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without pinned memory a `non_blocking` copy to a GPU blocks. There is no GPU here: torch is asked, not tried."""
+    asked = []
+
+    def record(*args: Any, pin_memory: bool, **options: Any) -> Any:
+        asked.append(pin_memory)
+        return DataLoader(*args, **options)
+
+    monkeypatch.setattr(loader, "DataLoader", record)
+    batches = list(Loader(Scenes(6, size=8), image_size=8, batch_size=4, cache=False, device=device))
+    assert asked == [pinned]
+    assert [len(batch.images) for batch in batches] == [4, 2]
+
+
+def test_pinned_batch_keeps_its_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch's thread does to a batch: every tensor is replaced by its pinned copy, the rest stays."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, *device: tensor + 0)
+    (whole,) = Loader(Scenes(4, size=8), image_size=8, batch_size=4, cache=False)
+    batch, bad = pin_memory((whole, [("a", "damaged")]))
+    assert isinstance(batch, Batch)
+    assert all(torch.equal(a, b) for a, b in zip(batch[:3], whole[:3], strict=True))
+    assert [tuple(item) for item in bad] == [("a", "damaged")]

@@ -64,7 +64,7 @@ def test_pixels_with_and_without_cache_are_the_same(folder: Path) -> None:
     assert not torch.equal(source.read(15, min_side=16), source.read(15)) or source.read(15).shape[1] < 32
 
 
-def test_scenes_are_kept_too_and_resident_sources_are_not(own_cache: Path) -> None:
+def test_scenes_are_cached_and_sources_in_memory_are_not(own_cache: Path) -> None:
     source = Scenes(130, size=16)
     assert same(with_pixel_cache(source, min_side=160), source, min_side=160)
     digits = open_source("digits")
@@ -72,7 +72,7 @@ def test_scenes_are_kept_too_and_resident_sources_are_not(own_cache: Path) -> No
     assert len(list((own_cache / "pixels").glob("*/pixels.bin"))) == 1
 
 
-def test_a_second_opening_decodes_nothing_and_a_change_rebuilds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pixel_cache_decodes_again_only_after_a_change(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_pixel_cache(open_source(folder), min_side=16)
     writes: list[Path] = []
     write = caching._write
@@ -120,7 +120,7 @@ print(sum(int(kept.read(i).sum()) for i in range(len(kept))))
 """
 
 
-def test_of_processes_that_start_together_one_builds(folder: Path) -> None:
+def test_one_of_several_processes_builds_the_pixel_cache(folder: Path) -> None:
     command = [sys.executable, "-W", "error", "-c", STARTER, str(folder)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     lines = [process.communicate(timeout=120)[0].split() for process in processes]
@@ -149,7 +149,7 @@ with FileLock(sys.argv[1]):
 """
 
 
-def test_a_lock_that_is_never_given_back_costs_the_cache_only(
+def test_pixel_cache_is_not_used_while_a_stopped_process_holds_its_lock(
     folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its holder was stopped, say; it does not get on, so nobody waits for it longer than the limit."""
@@ -187,7 +187,7 @@ with catch_signals():
 """
 
 
-def test_a_signal_while_images_are_decoded_ends_it(folder: Path, own_cache: Path) -> None:
+def test_signal_interrupts_decoding(folder: Path, own_cache: Path) -> None:
     """Images of two seconds each are to come: it does not wait for them, and leaves nothing half made."""
     process = subprocess.Popen([sys.executable, "-c", SLOW, str(folder)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -201,7 +201,7 @@ def test_a_signal_while_images_are_decoded_ends_it(folder: Path, own_cache: Path
     assert not [path for path in (own_cache / "pixels").iterdir() if path.is_dir()]
 
 
-def test_a_full_disk_costs_the_cache_and_nothing_else(
+def test_full_disk_disables_the_pixel_cache_only(
     folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = open_source(folder)
@@ -226,7 +226,7 @@ def test_sets_beyond_the_limit_are_read_from_their_files(
     assert not (own_cache / "pixels").exists()
 
 
-def test_unreadable_images_are_remembered_with_their_reasons(folder: Path) -> None:
+def test_pixel_cache_keeps_reasons_of_unreadable_images(folder: Path) -> None:
     (folder / "05.bmp").write_bytes(b"")
     (folder / "07.jpg").write_text("<html>not found</html>")
     for _ in range(2):
@@ -239,7 +239,7 @@ def test_unreadable_images_are_remembered_with_their_reasons(folder: Path) -> No
         assert torch.equal(kept.read(6), source.read(6))
 
 
-def test_an_image_that_could_not_be_fetched_is_looked_for_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pixel_cache_retries_temporarily_unreadable_images(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that was away for a while changes neither name, size nor time of a file."""
 
     def away(path: str, **how: int) -> bytes:
@@ -257,9 +257,7 @@ def test_an_image_that_could_not_be_fetched_is_looked_for_again(folder: Path, mo
     assert source.skipped == []
 
 
-def test_what_other_decoders_could_not_read_is_tried_with_those_of_today(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pixel_cache_retries_damaged_images_with_other_decoders(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Image.new("RGB", (12, 12)).save(folder / "05.bmp", format="GIF")
     with monkeypatch.context() as patch:
         patch.setattr(decoding, "FORMATS", tuple(name for name in decoding.FORMATS if name != "GIF"))
@@ -269,7 +267,7 @@ def test_what_other_decoders_could_not_read_is_tried_with_those_of_today(
     assert same(with_pixel_cache(source, min_side=16), source, min_side=16)
 
 
-def test_more_than_a_tenth_unreadable_stops(folder: Path, own_cache: Path) -> None:
+def test_pixel_cache_refuses_more_than_a_tenth_unreadable(folder: Path, own_cache: Path) -> None:
     for k in (0, 3, 6, 9):
         (folder / f"{k:02d}.png").write_bytes(b"nothing")
     with pytest.raises(UserError, match=r"4 of 30 images cannot be read \(the first is '00.png': not an image"):
@@ -277,14 +275,14 @@ def test_more_than_a_tenth_unreadable_stops(folder: Path, own_cache: Path) -> No
     assert not list(own_cache.glob("pixels/*/"))
 
 
-def test_a_subset_uses_the_cache_of_the_whole(folder: Path, own_cache: Path) -> None:
+def test_subset_uses_the_cache_of_the_whole(folder: Path, own_cache: Path) -> None:
     source = open_source(folder)
     parts = [with_pixel_cache(Subset(source, indices), min_side=16) for indices in ([3, 1], range(10))]
     assert torch.equal(parts[0].read(1), source.read(1, min_side=16))
     assert len(list((own_cache / "pixels").glob("*/pixels.bin"))) == 1
 
 
-def test_a_worker_maps_the_file_instead_of_receiving_it(folder: Path) -> None:
+def test_worker_maps_cached_pixels(folder: Path) -> None:
     kept = with_pixel_cache(open_source(folder), min_side=1000)
     assert isinstance(kept, CachedPixels)
     data = pickle.dumps(kept)

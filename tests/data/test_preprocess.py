@@ -31,7 +31,7 @@ def test_what_is_no_pixels_stays_as_it_is():
     assert torch.equal(COLOR.apply(latents), latents)
 
 
-def test_json_gives_it_back():
+def test_preprocess_json_round_trip():
     assert Preprocess.from_json(COLOR.to_json()) == COLOR
 
 

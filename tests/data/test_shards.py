@@ -75,7 +75,7 @@ def test_shards_hold_the_images_names_and_labels_of_their_source(photos: Path, s
     assert np.array_equal(after.labels, before.labels)
 
 
-def test_without_the_index_they_are_plain_webdataset_shards(photos: Path, shards: Path, tmp_path: Path) -> None:
+def test_shards_without_index_are_plain_webdataset(photos: Path, shards: Path, tmp_path: Path) -> None:
     names = sorted(path.name for path in shards.glob("*.tar"))
     for name in names:
         (tmp_path / name).write_bytes((shards / name).read_bytes())
@@ -85,7 +85,7 @@ def test_without_the_index_they_are_plain_webdataset_shards(photos: Path, shards
     assert all(torch.equal(bare.read(k), whole.read(k)) for k in range(40))
 
 
-def test_the_same_images_make_the_same_bytes(photos: Path, shards: Path, tmp_path: Path) -> None:
+def test_equal_images_make_equal_shards(photos: Path, shards: Path, tmp_path: Path) -> None:
     write_shards(open_source(photos, labels=True), tmp_path / "again", shard_bytes=1 << 16)
     for path in shards.iterdir():
         if path.suffix == ".tar":
@@ -93,7 +93,7 @@ def test_the_same_images_make_the_same_bytes(photos: Path, shards: Path, tmp_pat
     assert open_source(tmp_path / "again").fingerprint == open_source(shards).fingerprint
 
 
-def test_a_url_gives_the_same_samples(shards: Path, url: str) -> None:
+def test_shards_by_url_are_the_same_samples(shards: Path, url: str) -> None:
     here = open_source(shards, labels=True)
     count = len(list(shards.glob("*.tar")))
     for where in (url, f"{url}/shard-{{000000..{count - 1:06d}}}.tar"):
@@ -106,7 +106,7 @@ def test_a_url_gives_the_same_samples(shards: Path, url: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("workers", [0, 2])
-def test_training_goes_on_at_the_exact_sample(photos: Path, shards: Path, url: str, workers: int) -> None:
+def test_training_on_shards_resumes_at_the_exact_sample(photos: Path, shards: Path, url: str, workers: int) -> None:
     """Sample ids and pixels from any start, with workers or without, are those of the folder."""
 
     def batches(where: Path | str, start: int, count: int, workers: int = 0) -> list:
@@ -161,7 +161,7 @@ def test_a_damaged_index_is_refused(change: str, shards: Path, tmp_path: Path) -
         open_source(tmp_path, labels=True)
 
 
-def test_two_that_write_the_same_shards_do_not_meet(photos: Path, tmp_path: Path) -> None:
+def test_two_writers_of_the_same_shards_do_not_conflict(photos: Path, tmp_path: Path) -> None:
     """Each writes aside under a name of its own."""
     out, seen = tmp_path / "out", []
 
@@ -178,7 +178,7 @@ def test_two_that_write_the_same_shards_do_not_meet(photos: Path, tmp_path: Path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "other", "out"]
 
 
-def test_unreadable_images_are_left_out_and_named(photos: Path, tmp_path: Path, capsys) -> None:
+def test_shards_skip_and_list_unreadable_images(photos: Path, tmp_path: Path, capsys) -> None:
     root = tmp_path / "photos"
     for path in photos.rglob("*.*"):
         target = root / path.relative_to(photos)
@@ -204,7 +204,7 @@ def test_arrays_become_png(tmp_path: Path, capsys) -> None:
         assert archive.getnames()[:2] == ["000000000.png", "000000000.cls"]
 
 
-def test_mistakes_leave_nothing_behind(photos: Path, tmp_path: Path, capsys) -> None:
+def test_refused_shards_leave_no_files(photos: Path, tmp_path: Path, capsys) -> None:
     (tmp_path / "there").mkdir()
     assert main(["tools", "shard", str(photos), "-o", str(tmp_path / "there")]) == 2
     assert main(["tools", "shard", str(photos), "-o", str(tmp_path / "new"), "--shard-bytes", "10"]) == 2
@@ -219,12 +219,12 @@ def test_mistakes_leave_nothing_behind(photos: Path, tmp_path: Path, capsys) -> 
         open_source("gopher://old/shard.tar")
 
 
-def test_a_pattern_of_millions_is_refused() -> None:
+def test_pattern_of_millions_of_shards_is_refused() -> None:
     with pytest.raises(UserError, match="names 3,000,001 shards"):
         open_source("shard-{0..3000000}.tar")
 
 
-def test_a_server_that_does_not_answer_says_nothing_about_an_image(url: str, shards: Path) -> None:
+def test_image_of_an_unreachable_server_is_temporarily_unreadable(url: str, shards: Path) -> None:
     import fsspec
 
     source = open_source(url)

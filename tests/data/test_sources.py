@@ -67,7 +67,7 @@ def test_links_and_loops_end(folder: Path) -> None:
     check(open_source(folder, labels=True))
 
 
-def test_a_linked_folder_and_a_linked_file_are_followed(folder: Path, tmp_path: Path) -> None:
+def test_links_to_folders_and_files_are_followed(folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     (other / "linked").symlink_to(folder, target_is_directory=True)
@@ -128,7 +128,7 @@ def test_tar(folder: Path, tmp_path: Path) -> None:
         open_source(tmp_path / "b.tar")
 
 
-def test_a_long_tar_is_listed_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listing_of_a_long_tar_is_cached(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
         archive.add(folder, ".")
     monkeypatch.setattr("anechoic.data.archives.CACHE_LISTINGS_FROM", 1)
@@ -211,7 +211,7 @@ def test_parquet_without_huggingface_metadata(folder: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
-def test_a_process_that_may_not_open_more_files_says_so(folder: Path, monkeypatch, number: int) -> None:
+def test_limit_of_open_files_is_reported(folder: Path, monkeypatch, number: int) -> None:
     """The image is not to blame, and leaving it out would train on less than was asked for."""
 
     def exhausted(path: str) -> bytes:
@@ -222,7 +222,7 @@ def test_a_process_that_may_not_open_more_files_says_so(folder: Path, monkeypatc
         open_source(folder).read_many([0])
 
 
-def test_a_table_that_is_away_is_not_taken_for_a_damaged_one(folder: Path, tmp_path: Path) -> None:
+def test_missing_parquet_is_temporarily_unreadable(folder: Path, tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
 
@@ -239,7 +239,7 @@ def test_a_table_that_is_away_is_not_taken_for_a_damaged_one(folder: Path, tmp_p
     assert caught.value.permanent
 
 
-def test_an_array_named_in_capitals_is_mapped(tmp_path: Path) -> None:
+def test_array_with_an_upper_case_suffix_is_mapped(tmp_path: Path) -> None:
     images = np.zeros((3, 4, 4, 3), np.uint8)
     np.save(tmp_path / "a.npy", images)
     (tmp_path / "a.npy").rename(tmp_path / "A.NPY")
@@ -305,7 +305,7 @@ def test_arrays_without_or_with_wrong_labels(tmp_path: Path) -> None:
         open_source(tmp_path / "d.npz")
 
 
-def test_one_image_and_a_source_itself(folder: Path) -> None:
+def test_open_source_takes_one_image_and_a_source(folder: Path) -> None:
     source = open_source(folder / "dog" / "x.png")
     assert len(source) == 1
     assert source.name(0) == "x.png"
@@ -323,7 +323,7 @@ def test_one_image_and_a_source_itself(folder: Path) -> None:
         ("/no/such/place", "give an existing folder or file"),
     ],
 )
-def test_a_wrong_name_gets_the_nearest_remedy(name: str, sentence: str) -> None:
+def test_wrong_name_has_the_nearest_remedy(name: str, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         open_source(name)
 
@@ -355,7 +355,7 @@ def test_wrong_paths(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "extra", "name"), [("pyarrow", "parquet", "a.parquet"), ("datasets", "hub", "hf:x")]
 )
-def test_a_missing_package_names_its_extra(
+def test_missing_package_names_its_extra(
     module: str, extra: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.parquet").write_bytes(b"x")
@@ -365,7 +365,7 @@ def test_a_missing_package_names_its_extra(
         open_source(name)
 
 
-def test_names_hold_any_file_name() -> None:
+def test_names_hold_any_bytes() -> None:
     names = ["", "a", "é", "图", os.fsdecode(b"\xff\xfe")]
     packed = Names.of(names)
     assert list(packed) == names
@@ -437,7 +437,7 @@ def test_folders_are_entered_in_the_order_of_their_names(tmp_path: Path) -> None
 
 
 def test_many_folders_are_listed_in_one_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits is put in order as it comes, not sorted anew for every folder."""
+    """Waiting folders are kept in a heap, not sorted again for every folder."""
     for k in range(300):
         (tmp_path / f"{k:03d}").mkdir()
     compared = []

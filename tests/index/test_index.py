@@ -79,7 +79,7 @@ def index_of(run, photos, vector="mean"):
     )
 
 
-def test_the_index_is_read_extended_and_shrunk(run, photos, monkeypatch):
+def test_index_is_read_extended_and_shrunk(run, photos, monkeypatch):
     first = index_of(run, photos)
     assert (first.added, first.removed, len(first.ids)) == (36, 0, 36)
     embedded = []
@@ -113,7 +113,7 @@ def counted(extract, sizes):
     return counting
 
 
-def test_a_changed_file_is_embedded_again(run, photos):
+def test_index_embeds_a_changed_file_again(run, photos):
     before = index_of(run, photos)
     picture(77).save(photos / "a" / "00.png")
     os.utime(photos / "a" / "00.png", (1, 1))
@@ -123,7 +123,7 @@ def test_a_changed_file_is_embedded_again(run, photos):
     assert [after.names()[i] for i in changed] == ["a/00.png"]
 
 
-def test_other_weights_mean_another_index(run, photos, caplog):
+def test_index_of_other_weights_is_made_again(run, photos, caplog):
     before = np.array(index_of(run, photos).vectors)
     write_run(run, seed=5)
     after = index_of(run, photos)
@@ -132,7 +132,7 @@ def test_other_weights_mean_another_index(run, photos, caplog):
     assert not np.allclose(before, after.vectors)
 
 
-def test_an_index_of_unreadable_images_alone_is_refused(run, photos):
+def test_index_of_unreadable_images_is_refused(run, photos):
     (photos / "a" / "torn.png").write_bytes(b"no image")
     assert index_of(run, photos).added == 36
     for path in photos.rglob("*.*g"):
@@ -161,7 +161,7 @@ def test_index_whose_parts_do_not_fit_is_not_believed_though_its_hashes_are_righ
         entry.discard()
 
 
-def test_a_damaged_index_is_made_anew(run, photos, caplog):
+def test_damaged_index_is_made_again(run, photos, caplog):
     before = np.array(index_of(run, photos).vectors)
     newest = max((cache_dir() / "index").glob("*/"), key=lambda folder: folder.stat().st_mtime)
     file = newest / "vectors.npy"
@@ -174,7 +174,41 @@ def test_a_damaged_index_is_made_anew(run, photos, caplog):
     np.testing.assert_array_equal(after.vectors, before)
 
 
-def test_an_unreadable_image_is_told_every_time_and_tried_once(run, photos, monkeypatch):
+def test_index_that_cannot_grow_stays_as_it_was(run, photos, caplog, monkeypatch):
+    """On a full disk a memory map without allocated space would kill the process."""
+    before = np.array(index_of(run, photos).vectors)
+    picture(99).save(photos / "a" / "000.png")
+    features_of(open_encoder(run), open_source(photos), device="cpu")
+
+    def full(descriptor, start, length):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        patch.setattr("anechoic.index.index.features_of", without_reserving)
+        grown = index_of(run, photos)
+    assert len(grown.ids) == 37
+    assert "cannot be cached (No space left on device)" in caplog.text
+    (photos / "a" / "000.png").unlink()
+    again = index_of(run, photos)
+    assert (again.added, again.removed, again.reason) == (0, 0, "")
+    np.testing.assert_array_equal(again.vectors, before)
+
+
+def without_reserving(*args, **options):
+    return features_of(*args, **{**options, "cached": False})
+
+
+def test_index_of_names_that_are_not_utf8(run, photos):
+    os.rename(photos / "a" / "00.png", os.fsencode(photos / "a") + b"/\xff.png")
+    (photos / "b" / os.fsdecode(b"\xfe.png")).write_bytes(b"no image")
+    first, again = index_of(run, photos), index_of(run, photos)
+    assert again.names() == first.names()
+    assert os.fsdecode(b"a/\xff.png") in again.names()
+    assert again.skipped == first.skipped == ((os.fsdecode(b"b/\xfe.png"), "not an image of a known format"),)
+
+
+def test_index_reports_unreadable_images_and_tries_them_once(run, photos, monkeypatch):
     (photos / "a" / "broken.png").write_bytes(b"no image")
     first = index_of(run, photos)
     assert [name for name, _ in first.skipped] == ["a/broken.png"]
@@ -198,7 +232,7 @@ def away(monkeypatch, name):
         yield
 
 
-def test_an_image_that_could_not_be_fetched_is_tried_again(run, photos, monkeypatch):
+def test_index_retries_temporarily_unreadable_images(run, photos, monkeypatch):
     with away(monkeypatch, "a/00.png"):
         first, again = index_of(run, photos), index_of(run, photos)
         assert first.skipped == again.skipped == (("a/00.png", "Host is down"),)
@@ -206,7 +240,7 @@ def test_an_image_that_could_not_be_fetched_is_tried_again(run, photos, monkeypa
     assert (after.added, after.skipped, len(after.ids)) == (1, (), 36)
 
 
-def test_features_of_an_image_that_could_not_be_fetched_are_made_up_for(run, photos, monkeypatch):
+def test_features_retry_temporarily_unreadable_images(run, photos, monkeypatch):
     encoder, source = open_encoder(run), open_source(photos)
     with away(monkeypatch, "a/00.png"):
         assert len(features_of(encoder, source, layers="all", device="cpu").ids) == 35
@@ -223,7 +257,7 @@ def test_features_of_an_image_that_could_not_be_fetched_are_made_up_for(run, pho
 
 
 @pytest.mark.parametrize("width", [None, 64])
-def test_patches_side_by_side(run, photos, width):
+def test_flat_vectors_concatenate_patches(run, photos, width):
     """All of them as they are, or summed into fewer channels, which keeps cosines but for noise."""
     encoder = open_encoder(run)
     whole, folded = (
@@ -261,7 +295,7 @@ main(sys.argv[1:])
 
 
 @pytest.mark.parametrize("damage", ["", "rows", "journal"])
-def test_embed_killed_halfway_ends_with_an_equal_file(run, photos, tmp_path, monkeypatch, damage):
+def test_killed_embed_resumes_to_an_equal_file(run, photos, tmp_path, monkeypatch, damage):
     monkeypatch.setattr("anechoic.eval.encoders.Encoder.batch_size_on_cores", 4)
     (photos / "a" / "broken.png").write_bytes(b"no image")
     words = ["embed", str(run), str(photos), "-o"]
@@ -311,13 +345,13 @@ def test_both_engines_find_the_same(run, photos, capsys):
     assert [row["image"] for row in by_torch] == [row["image"] for row in by_faiss]
 
 
-def test_an_image_from_elsewhere_is_searched_for(run, photos, capsys, tmp_path):
+def test_search_finds_an_image_outside_the_collection(run, photos, capsys, tmp_path):
     picture(5).save(tmp_path / "mine.png")
     found = metrics_of(capsys, "search", run, photos, tmp_path / "mine.png", "-k", "1")
     assert found["rows"][0]["image"] == "c/05.png"
 
 
-def test_queries_are_paths_names_ends_and_numbers(photos):
+def test_queries_are_paths_names_suffixes_and_numbers(photos):
     source = open_source(photos)
     words = [str(photos / "a" / "03.png"), "b/copy.png", "copy.png", "0"]
     assert [query.own for query in resolve(words, source)] == [1, 23, 23, 0]
@@ -328,7 +362,7 @@ def test_queries_are_paths_names_ends_and_numbers(photos):
         resolve([], source)
 
 
-def test_the_search_page_shows_what_the_json_says(run, photos, capsys, tmp_path):
+def test_search_page_shows_the_json_result(run, photos, capsys, tmp_path):
     page = tmp_path / "near.html"
     found = metrics_of(capsys, "search", run, photos, "0", "1", "-o", page)
     assert data_of(page)["metrics"] == found
@@ -340,7 +374,7 @@ def test_the_search_page_shows_what_the_json_says(run, photos, capsys, tmp_path)
 # ---- whitening
 
 
-def test_whitened_vectors_vary_alike_in_every_direction():
+def test_whitened_vectors_have_unit_covariance():
     generator = torch.Generator().manual_seed(0)
     mixed = torch.randn(500, 12, generator=generator).double() @ torch.randn(12, 12, generator=generator).double()
     white = rescaled(mixed, "whitened").double()
@@ -350,7 +384,7 @@ def test_whitened_vectors_vary_alike_in_every_direction():
     np.testing.assert_allclose(in_pieces, torch.nn.functional.normalize(white, dim=1), atol=1e-5)
 
 
-def test_scalings_are_fitted_in_pieces_as_in_one(monkeypatch):
+def test_scalings_do_not_depend_on_chunks(monkeypatch):
     vectors = np.random.default_rng(0).normal(size=(300, 8)).astype(np.float32) * np.arange(1, 9)
     whole = [rescaled(vectors, scaling) for scaling in ("centered", "standardized", "whitened")]
     monkeypatch.setattr("anechoic.eval.feature_scaling.CHUNK", 37)
@@ -366,7 +400,7 @@ def units_of(count, width=16, *, seed=0):
     return torch.nn.functional.normalize(values, dim=1)
 
 
-def test_neighbors_of_all_leave_each_itself_out(monkeypatch):
+def test_all_neighbors_exclude_the_image_itself(monkeypatch):
     units = torch.cat([units_of(50), units_of(50)[:3], units_of(50)[:3]])  # three images three times
     monkeypatch.setattr(exploring, "ROWS_AT_ONCE", 7)
     found = exploring.all_neighbors(units, k=4)
@@ -390,14 +424,14 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
     assert int(ended.stdout) < 500
 
 
-def test_a_row_hidden_among_its_equals_is_still_left_out():
+def test_neighbors_exclude_an_image_among_its_copies():
     same = torch.ones(6, 1)
     found = nearest_others(same, np.arange(6), k=3)
     assert all(i not in row for i, row in enumerate(found.indices.tolist()))
 
 
 @pytest.mark.parametrize("width", [6, 12, 48])
-def test_chance_gives_no_duplicates_and_planted_ones_are_found(width):
+def test_planted_duplicates_are_found_without_false_ones(width):
     """Ten collections without a duplicate: the limit was chosen for a tenth of an image in each."""
     alarms = 0
     for seed in range(10):
@@ -413,7 +447,7 @@ def test_chance_gives_no_duplicates_and_planted_ones_are_found(width):
     assert len(pairs) <= 103
 
 
-def test_a_crowd_is_no_duplicate_and_a_crowd_of_copies_is():
+def test_dense_cluster_is_no_duplicate_and_many_copies_are():
     """Ten crowds, each a twentieth as wide as all: their members are alike, but no more than by chance."""
     crowds = units_of(10, 12)[torch.arange(300) % 10] + 0.05 * units_of(300, 12, seed=1)
     near = exploring.all_neighbors(torch.nn.functional.normalize(crowds, dim=1))
@@ -424,7 +458,7 @@ def test_a_crowd_is_no_duplicate_and_a_crowd_of_copies_is():
     assert group == list(range(300, 340))
 
 
-def test_groups_join_what_is_linked():
+def test_groups_connect_pairs():
     assert exploring.groups_of([(0, 1, 1.0), (1, 2, 0.9), (5, 6, 0.8)], 8) == [[0, 1, 2], [5, 6]]
     assert exploring.groups_of([], 8) == []
 
@@ -444,7 +478,7 @@ def test_clusters_are_found_and_counted():
         exploring.cluster(units, count=500)
 
 
-def test_a_collection_is_explored(run, photos, capsys, tmp_path):
+def test_explore_reports_duplicates_clusters_and_outliers(run, photos, capsys, tmp_path):
     page = tmp_path / "all.html"
     found = metrics_of(capsys, "explore", run, photos, "-o", page, "--scaling", "whitened")
     assert found["images"] == 36
@@ -458,7 +492,7 @@ def test_a_collection_is_explored(run, photos, capsys, tmp_path):
     assert all(f'data-name="{name}.csv"' in text for name in ("duplicates", "outliers", "clusters"))
 
 
-def test_the_answer_of_few_images_is_json_too(run, photos, capsys, tmp_path):
+def test_explore_of_few_images_is_json(run, photos, capsys, tmp_path):
     for path in sorted((photos / "a").iterdir())[4:]:
         path.unlink()
     page = tmp_path / "page.html"
@@ -467,7 +501,7 @@ def test_the_answer_of_few_images_is_json_too(run, photos, capsys, tmp_path):
     assert "only equal ones count" in page.read_text()
 
 
-def test_one_image_is_nothing_to_explore(run, tmp_path, capsys):
+def test_explore_refuses_one_image(run, tmp_path, capsys):
     (tmp_path / "one").mkdir()
     picture(0).save(tmp_path / "one" / "a.png")
     assert main(["explore", str(run), str(tmp_path / "one"), "-o", str(tmp_path / "x.html")]) == 2
@@ -475,7 +509,7 @@ def test_one_image_is_nothing_to_explore(run, tmp_path, capsys):
     assert not (tmp_path / "x.html").exists()
 
 
-def test_search_equals_the_nearest_of_the_library():
+def test_search_equals_nearest():
     vectors = np.random.default_rng(0).normal(size=(300, 24)).astype(np.float32)
     found = Searchable.of(vectors, "raw").nearest(vectors[:20], k=6)
     expected = nearest(vectors, vectors[:20], k=6)
