@@ -1,9 +1,13 @@
-"""The repository as git lists it: regular text and image files that every tool can read."""
+"""The repository: regular files that every tool can read, and one version."""
 
+import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
+
+import anechoic
 
 ROOT = Path(__file__).parents[1]
 
@@ -19,3 +23,11 @@ def tracked():
 def test_git_tracks_regular_files_only():
     special = [path for mode, path in tracked() if mode not in ("100644", "100755")]
     assert special == [], "symlinks and submodules: tools that read every file would follow them"
+
+
+def test_version_is_the_same_everywhere():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert anechoic.__version__ == version
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    released = re.findall(r"^## \[(\d[^]]*)\]", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert released[0] == version

@@ -13,8 +13,6 @@ from tiny_runs import write_run
 import anechoic
 from anechoic.pages.html import page, write_page
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
@@ -30,6 +28,7 @@ def pages(tmp_path_factory):
     return folder, explored, found
 
 
+@pytest.mark.slow
 def test_numbers_on_the_explore_page_are_those_of_the_json(browser, pages):
     folder, explored, _ = pages
     with showing(browser, folder / "explore.html") as shown:
@@ -43,6 +42,7 @@ def test_numbers_on_the_explore_page_are_those_of_the_json(browser, pages):
         assert f"closer than {explored.metrics['limit']['share']:.3f}" in shown.locator("#near-duplicates").inner_text()
 
 
+@pytest.mark.slow
 def test_a_thumbnail_shows_on_hover_and_by_keys(browser, pages):
     folder, *_ = pages
     with showing(browser, folder / "explore.html") as shown:
@@ -69,6 +69,7 @@ def test_a_thumbnail_shows_on_hover_and_by_keys(browser, pages):
         assert tip.is_hidden()
 
 
+@pytest.mark.slow
 def test_the_map_is_filtered_by_folder(browser, pages):
     folder, *_ = pages
     with showing(browser, folder / "explore.html") as shown:
@@ -82,6 +83,7 @@ def test_the_map_is_filtered_by_folder(browser, pages):
         assert set(shown.evaluate(f"(() => {{ {groups.replace('m.visible', 'return m.visible')} }})()")) == {"folder 1"}
 
 
+@pytest.mark.slow
 def test_lists_are_saved_as_csv(browser, pages):
     folder, explored, _ = pages
     with showing(browser, folder / "explore.html") as shown:
@@ -97,6 +99,7 @@ def test_lists_are_saved_as_csv(browser, pages):
     assert float(rows["outliers"][0]["likeness"]) == explored.metrics["outliers"][0]["likeness"]
 
 
+@pytest.mark.slow
 def test_a_table_is_sorted_by_its_header(browser, pages):
     folder, _, found = pages
     with showing(browser, folder / "near.html") as shown:
@@ -114,6 +117,7 @@ def test_a_table_is_sorted_by_its_header(browser, pages):
         assert embedded(shown)["metrics"] == found.metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["explore.html", "near.html", "everything.html"])
 def test_pages_fit_a_phone_and_the_dark(browser, pages, name):
     folder, *_ = pages

@@ -13,8 +13,6 @@ from anechoic.diffusion.process import PROCESSES, ContinuousVP, DiscreteLatent, 
 from anechoic.errors import UserError
 from anechoic.rng import SampleGenerator
 
-pytestmark = pytest.mark.slow
-
 VP, DISCRETE, FLOW = ContinuousVP(), DiscreteLatent(), LinearFlow()
 MEAN = torch.tensor([0.7, -0.4], dtype=torch.float64)
 COVARIANCE = torch.tensor([[0.5, 0.2], [0.2, 0.3]], dtype=torch.float64)

@@ -1,7 +1,7 @@
-"""What README and docs show is true: commands parse as the command line parses them, code runs, links lead somewhere.
+"""README and docs: commands parse as on the command line, code runs, links resolve.
 
 A block that needs other hardware, data or weights has a comment before it, `<!-- not run: why -->`; its commands are
-parsed all the same. A shell block under `<!-- run -->` is carried out.
+parsed. A shell block under `<!-- run -->` is run.
 """
 
 import functools
@@ -20,8 +20,6 @@ import anechoic
 from anechoic.cli import command_names, find_command
 from anechoic.cli.main import main, split_name, with_json_flag
 from anechoic.config import Config, settings
-
-pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -81,7 +79,7 @@ def parse(words):
     tyro.cli(parser_of(name), prog=f"anechoic {name}", args=rest)
 
 
-def test_every_command_of_the_pages_parses():
+def test_commands_of_the_pages_parse():
     wrong = []
     for (_, *words), page in unique_commands().items():
         if words[0] in ("--help", "--version"):
@@ -93,7 +91,7 @@ def test_every_command_of_the_pages_parses():
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_parser_of_the_tests_refuses_what_the_command_line_refuses(capsys):
+def test_parser_refuses_what_the_command_line_refuses(capsys):
     for words in (["embed", "runs/mine"], ["evaluate", "runs/mine", "--trian", "x"], ["demo", "--samples", "many"]):
         with pytest.raises(SystemExit):
             parse(words)
@@ -101,12 +99,12 @@ def test_the_parser_of_the_tests_refuses_what_the_command_line_refuses(capsys):
 
 
 @pytest.mark.parametrize("name", [name for name in command_names() if name not in ("train", "tools slurm")])
-def test_the_example_of_every_command_parses(name):
+def test_example_of_every_command_parses(name):
     example = " ".join(find_command(name).__doc__.split("Example: ", 1)[1].split("\n\n", 1)[0].split())
     parse(shlex.split(example)[1:])
 
 
-def test_flags_in_the_prose_exist():
+def test_flags_in_prose_exist():
     """`anechoic COMMAND ... --flag` inside a sentence: the command is there and has the flag."""
     known = {f"--{name.replace('_', '-')}" for name, _ in settings(Config())} | {"--json", "--help", "--dry-run"}
     for page in PAGES:
@@ -120,7 +118,7 @@ def test_flags_in_the_prose_exist():
             assert set(flags) <= own | known, f"{page.name}: anechoic {code}"
 
 
-def test_other_shell_lines_name_targets_and_extras_that_exist():
+def test_shell_lines_name_existing_targets_and_extras():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
     extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
     for page in PAGES:
@@ -184,8 +182,9 @@ def python_sections():
     return {place: "\n".join(bodies) for place, bodies in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "heading"), python_sections())
-def test_the_code_runs(page, heading, workplace, monkeypatch):
+def test_python_of_the_pages_runs(page, heading, workplace, monkeypatch):
     code = python_sections()[page, heading]
     for library in LIBRARIES:
         if re.search(rf"^(?:import|from) .*\b{library}\b", code, flags=re.MULTILINE):
@@ -200,7 +199,8 @@ def test_every_library_has_an_example():
         assert any(library in heading for heading in shown)
 
 
-def test_the_shell_blocks_that_ask_for_it_run(workplace, monkeypatch, capsys):
+@pytest.mark.slow
+def test_marked_shell_blocks_run(workplace, monkeypatch, capsys):
     monkeypatch.chdir(workplace)
     np.savez("bands.npz", images=np.zeros((64, 32, 32, 6), dtype=np.uint8))
     ran = 0
@@ -214,7 +214,7 @@ def test_the_shell_blocks_that_ask_for_it_run(workplace, monkeypatch, capsys):
     capsys.readouterr()
 
 
-def test_marks_say_why():
+def test_marks_have_a_reason():
     for page in PAGES:
         for kind in ("bash", "python"):
             for mark, _, _ in blocks(page, kind):
@@ -224,7 +224,7 @@ def test_marks_say_why():
 # ---- links
 
 
-def test_links_of_the_readme_lead_to_files():
+def test_links_of_the_readme_resolve():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     linked = re.findall(r"\]\(([^)#]+)", text) + re.findall(r'src="([^"]+)"', text)
     for link in linked:

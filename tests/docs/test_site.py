@@ -1,4 +1,4 @@
-"""The documentation site: it builds strictly, opens from disk, asks no foreign host for anything, misses no command."""
+"""The documentation site: it builds strictly, opens from disk, fetches nothing from other hosts, misses no command."""
 
 import re
 import subprocess
@@ -12,8 +12,6 @@ import anechoic
 from anechoic.cli import command_names
 from anechoic.config import Config, settings
 from anechoic.recipes import table
-
-pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,7 +44,8 @@ class Fetched(HTMLParser):
             self.linked.append(values["href"])
 
 
-def test_pages_open_from_disk_and_ask_nobody(site):
+@pytest.mark.slow
+def test_site_opens_from_disk_without_other_hosts(site):
     pages = list(site.rglob("*.html"))
     assert len(pages) > 40
     for page in pages:
@@ -58,7 +57,8 @@ def test_pages_open_from_disk_and_ask_nobody(site):
         assert not re.search(r"url\([\"']?https?:", style.read_text(encoding="utf-8")), style.name
 
 
-def test_links_between_pages_lead_somewhere(site):
+@pytest.mark.slow
+def test_links_between_pages_resolve(site):
     for page in site.rglob("*.html"):
         if page.name == "404.html":
             continue
@@ -68,7 +68,8 @@ def test_links_between_pages_lead_somewhere(site):
                 assert (page.parent / path).exists(), f"{page.relative_to(site)} links to {address}"
 
 
-def test_the_reference_is_that_of_the_code(site):
+@pytest.mark.slow
+def test_reference_lists_everything_in_the_code(site):
     def words(name):
         return (site / "reference" / f"{name}.html").read_text(encoding="utf-8")
 
@@ -84,7 +85,8 @@ def test_the_reference_is_that_of_the_code(site):
     assert "samples between two checkpoints" in words("settings")
 
 
-def test_the_search_works_from_disk_in_a_browser(site, browser):
+@pytest.mark.slow
+def test_search_works_from_disk_in_a_browser(site, browser):
     page = browser.new_page(viewport={"width": 1400, "height": 900})
     asked, problems = [], []
     page.on("request", lambda request: asked.append(request.url))

@@ -34,6 +34,7 @@ def test_gemm_flops_are_plausible() -> None:
     assert 1e8 < gemm_flops() < 1e16
 
 
+@pytest.mark.slow
 def test_bench_data_reports_rows_and_versions(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(bench_data, "BATCHES", 1)
     monkeypatch.setattr(bench_data, "BATCH", 8)

@@ -44,6 +44,7 @@ def test_goal_row_reports_a_goal_that_is_not_reached():
     assert not once["reached"]  # nothing longer confirms it
 
 
+@pytest.mark.slow
 def test_quality_trains_and_measures_both_sides(monkeypatch):
     pytest.importorskip("transformers", reason="the peer")
     monkeypatch.setattr(quality, "SAMPLES", 512)

@@ -46,6 +46,7 @@ def test_embed_peer_gets_the_same_pixels(listing):
         assert (peer[k] - ours[k]).abs().mean() < 0.02
 
 
+@pytest.mark.slow
 def test_both_embed_contestants_write_features(listing, monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.setattr(embed, "MODEL", TINY)
@@ -57,6 +58,7 @@ def test_both_embed_contestants_write_features(listing, monkeypatch):
     assert written == [(3, 24), (3, 24)]
 
 
+@pytest.mark.slow
 def test_image_flops_equal_those_of_the_network():
     model = build_model("vit_small_patch16", image_size=embed.SIZE, **embed.MODEL).eval()
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
@@ -64,6 +66,7 @@ def test_image_flops_equal_those_of_the_network():
     assert embed.image_flops() == counter.get_total_flops()
 
 
+@pytest.mark.slow
 def test_overhead_row_has_both_estimates(monkeypatch):
     monkeypatch.setattr(sample, "POCKET_STEPS", 3)
     monkeypatch.setattr(sample, "POCKET_BATCH", 2)
@@ -77,10 +80,12 @@ def touch(megabytes: int) -> None:
     np.ones(megabytes * 2**20, dtype=np.uint8)
 
 
+@pytest.mark.slow
 def test_peak_memory_is_that_of_the_work():
     assert peak_memory_mb(touch, 300) - peak_memory_mb(touch, 0) == pytest.approx(300, abs=40)
 
 
+@pytest.mark.slow
 def test_command_memory_is_measured_in_a_subprocess(tmp_path):
     assert peak_memory_mb(commands.call, "list", ("models",), {}, str(tmp_path)) > 50
 

@@ -67,6 +67,7 @@ def test_median_ratio_has_an_order_statistic_interval():
 TINY = train.Work("tiny", dim=24, heads=3, decoder_dim=16, decoder_heads=2, batch=4, depth=2, decoder_depth=1)
 
 
+@pytest.mark.slow
 def test_bench_train_compares_one_and_two_processes(monkeypatch):
     pytest.importorskip("transformers", reason="the peer")
     monkeypatch.setattr(train, "WORKS", (TINY,))
@@ -83,6 +84,7 @@ def test_bench_train_compares_one_and_two_processes(monkeypatch):
     assert all(row["memory_mb"] > 50 for row in rows)
 
 
+@pytest.mark.slow
 def test_contest_raises_what_a_contestant_raises():
     with pytest.raises(ZeroDivisionError):
         contest({"one": Entry(divide, (0,))}, rounds=1)
@@ -92,6 +94,7 @@ def divide(place, by):
     return 1 / by
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
 @pytest.mark.parametrize("recompute", [False, True])
 def test_training_memory_does_not_grow_with_steps(recompute):

@@ -180,6 +180,7 @@ def test_table_4_has_the_numbers_of_the_paper(metric):
 # ---- dry runs and refusals
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_data")
 @pytest.mark.parametrize("scale", catalog.SCALES)
 def test_dry_run_lists_every_trial_and_writes_nothing(scale, tmp_path, monkeypatch):

@@ -60,6 +60,7 @@ def test_page_of_some_records_keeps_its_columns(name, tmp_path):
         assert "nan" not in text
 
 
+@pytest.mark.slow
 def test_pages_are_reproduced_byte_for_byte(tmp_path):
     """Of one grid of every kind, pictures and list of pages included."""
     smallest_last = sorted(POCKET_GRIDS.values(), key=lambda grid: -len(grid.metrics) * len(grid.rows))
@@ -163,6 +164,7 @@ def test_index_counts_records_and_minutes(tmp_path):
     assert f"| [{pocket.FIG7.title}](fig7.md) | 0 | 0 min |" in text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unrendered")
 def test_documentation_pages_match_the_records(tmp_path):
     root = Path(__file__).parents[2]

@@ -19,8 +19,6 @@ from anechoic.runtime import checkpoint
 from anechoic.training.build import check
 from anechoic.training.optim import parameter_groups
 
-pytestmark = pytest.mark.slow
-
 PREPROCESS = Preprocess((0.5,), (0.25,), 16, 1)
 SIZES = {"image_size": 16, "in_channels": 1, "dim": 24, "depth": 2, "num_heads": 2}
 DECODER = {"decoder_dim": 16, "decoder_depth": 2, "decoder_num_heads": 2}
@@ -42,6 +40,7 @@ def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.slow
 def test_round_trip(tmp_path):
     model = tiny_mae()
     path = write(tmp_path, seen=64, model=model)
@@ -52,6 +51,7 @@ def test_round_trip(tmp_path):
     assert equal(checkpoint.read_tensors(path, "model"), model.state_dict())
 
 
+@pytest.mark.slow
 def test_equal_runs_write_equal_bytes(tmp_path):
     for name in ("a", "b"):
         write(tmp_path / name, seen=64)
@@ -68,6 +68,7 @@ def flip_a_byte(path):
     path.write_bytes(bytes(data))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage",
     [
@@ -91,6 +92,7 @@ def test_a_damaged_newest_falls_back_with_a_warning(tmp_path, damage, caplog):
     assert checkpoint.latest(tmp_path)[1]["seen"] == 128
 
 
+@pytest.mark.slow
 def test_only_damaged_ones_are_not_a_fresh_start(tmp_path):
     assert checkpoint.latest(tmp_path) is None
     flip_a_byte(write(tmp_path, seen=64) / "model.safetensors")
@@ -98,6 +100,7 @@ def test_only_damaged_ones_are_not_a_fresh_start(tmp_path):
         checkpoint.latest(tmp_path)
 
 
+@pytest.mark.slow
 def test_leftovers_of_a_killed_save_are_no_checkpoints(tmp_path):
     path = write(tmp_path, seen=64)
     shutil.copytree(path, tmp_path / ".new-000000000128")
@@ -107,6 +110,7 @@ def test_leftovers_of_a_killed_save_are_no_checkpoints(tmp_path):
     assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["000000000064", "000000000128"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keep_last", "keep_every", "kept"),
     [(2, 0, [64, 80]), (1, 32, [32, 64, 80]), (1, 40, [48, 80]), (9, 0, [16, 32, 48, 64, 80])],
@@ -119,6 +123,7 @@ def test_pruning(tmp_path, keep_last, keep_every, kept):
     assert len(list(tmp_path.iterdir())) == len(kept)
 
 
+@pytest.mark.slow
 def test_pruning_does_not_count_damaged_checkpoints(tmp_path):
     """The good one is older than two damaged ones: it is all there is to go on from, until the run has saved twice."""
     for seen in (16, 32, 48):
@@ -161,6 +166,7 @@ def of_another_point(path):
     shutil.copytree(path.with_name(f"{64:012d}"), path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage",
     [
@@ -187,6 +193,7 @@ def test_an_edited_state_is_damage(tmp_path, damage, caplog):
     assert "is damaged" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_flipped_model_directory_is_refused(tmp_path):
     write(tmp_path / "checkpoints", seen=64)
     folder = checkpoint.export_weights(tmp_path)
@@ -211,6 +218,7 @@ except OSError as problem:
 """
 
 
+@pytest.mark.slow
 def test_a_refused_write_leaves_what_was_there(tmp_path):
     done = subprocess.run([sys.executable, "-c", REFUSED, str(tmp_path)], capture_output=True, text=True, check=True)
     assert "refused: " in done.stdout
@@ -219,6 +227,7 @@ def test_a_refused_write_leaves_what_was_there(tmp_path):
     assert checkpoint.latest(tmp_path)[1]["seen"] == 1
 
 
+@pytest.mark.slow
 def test_optimizer_state_by_name(tmp_path):
     def trained(steps, state=None):
         model = tiny_mae(zero_init=False)
@@ -246,6 +255,7 @@ def test_optimizer_state_by_name(tmp_path):
 # ---- loading a model
 
 
+@pytest.mark.slow
 def test_load_takes_run_model_and_checkpoint_directories(tmp_path):
     model = tiny_mae()
     path = write(tmp_path / "checkpoints", seen=64, model=model)
@@ -262,6 +272,7 @@ def test_load_takes_run_model_and_checkpoint_directories(tmp_path):
     assert equal(anechoic.load(tmp_path).state_dict(), model.state_dict())
 
 
+@pytest.mark.slow
 def test_load_prefers_averaged_weights(tmp_path):
     model, average = tiny_mae(), tiny_mae(seed=1)
     write(tmp_path / "checkpoints", seen=64, model=model, ema=average.state_dict())
@@ -270,6 +281,7 @@ def test_load_prefers_averaged_weights(tmp_path):
     assert equal(anechoic.load(tmp_path / "model").state_dict(), average.state_dict())
 
 
+@pytest.mark.slow
 def test_an_unfinished_run_is_loaded_from_its_newest_checkpoint(tmp_path):
     write(tmp_path / "checkpoints", seen=64)
     checkpoint.export_weights(tmp_path)
@@ -278,6 +290,7 @@ def test_an_unfinished_run_is_loaded_from_its_newest_checkpoint(tmp_path):
     assert equal(anechoic.load(tmp_path).state_dict(), newer.state_dict())
 
 
+@pytest.mark.slow
 def test_the_card_says_what_the_network_is(tmp_path):
     path = write(tmp_path, seen=64)
     card = json.loads((path / "config.json").read_text())
@@ -286,6 +299,7 @@ def test_the_card_says_what_the_network_is(tmp_path):
     assert card["config"]["alphas"] == pytest.approx([1, 1 - 0.4 / 3, 1 - 0.8 / 3, 0.6])
 
 
+@pytest.mark.slow
 def test_what_is_no_model_is_refused(tmp_path):
     for directory, words in ((tmp_path / "nowhere", "There is no run"), (tmp_path, "holds no weights")):
         with pytest.raises(UserError, match=words):
@@ -305,12 +319,14 @@ def test_what_is_no_model_is_refused(tmp_path):
 # ---- starting a new run from weights
 
 
+@pytest.mark.slow
 def test_start_from_the_same_network(tmp_path):
     source, target = tiny_mae(), tiny_mae(seed=1)
     checkpoint.start_from(target, write(tmp_path, seen=1, model=source))
     assert equal(target.state_dict(), source.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", ["sincos", "learned"])
 def test_a_classifier_starts_from_the_encoder(tmp_path, positions):
     """The tokens of the new classifier are the encoder's, learned positions included; only its head is new."""
@@ -322,6 +338,7 @@ def test_a_classifier_starts_from_the_encoder(tmp_path, positions):
     torch.testing.assert_close(target.tokens(images), source.encoder(images), rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "words"),
     [({"dim": 32}, "do not fit"), ({"skips": False}, "do not fit"), ({"alpha_min": 1.0}, "factors")],
@@ -332,6 +349,7 @@ def test_weights_of_another_network_are_refused(tmp_path, options, words):
         checkpoint.start_from(tiny_mae(**options), path)
 
 
+@pytest.mark.slow
 def test_a_torch_that_cannot_keep_parts_is_named(tmp_path, monkeypatch):
     """Before anything is launched, and when a checkpoint of another machine is opened."""
     import_module("torch.distributed.checkpoint")

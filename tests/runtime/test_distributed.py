@@ -25,9 +25,8 @@ from anechoic.runtime.distributed import (
 from anechoic.runtime.run import Run
 from anechoic.training.loop import fit, resolve_config
 
-pytestmark = pytest.mark.slow
 
-
+@pytest.mark.slow
 def test_ranks_of_any_number_see_the_same_samples_in_the_same_order():
     """Stopped after four updates on two processes, gone on with one, two or three."""
 
@@ -43,6 +42,7 @@ def test_ranks_of_any_number_see_the_same_samples_in_the_same_order():
         assert ids(4 * 24, world_size)[:76] == straight[4:]
 
 
+@pytest.mark.slow
 def test_a_number_of_processes_that_cannot_share_the_batch_does_not_go_on(tmp_path):
     config = tiny_config(steps=2)
     fit(config, tmp_path)
@@ -66,11 +66,13 @@ def crash():
         all_reduce_sum(world, torch.zeros(1))
 
 
+@pytest.mark.slow
 def test_a_mistake_found_by_the_first_process_is_one_sentence():
     with pytest.raises(UserError, match=r"^The first process does not like this\.$"):
         launch(fail_in_the_first, devices=2)
 
 
+@pytest.mark.slow
 def test_a_crash_of_one_process_ends_all():
     """The other one waits for it in vain, and is ended; the traceback is the defect's, once."""
     with pytest.raises(RankFailedError, match="a defect in one process") as error:
@@ -85,12 +87,14 @@ def kill_one():
         all_reduce_sum(world, torch.zeros(1))
 
 
+@pytest.mark.slow
 def test_of_a_killed_process_one_sentence_is_told(capfd):
     with pytest.raises(UserError, match=r"^Process 1 of the 2 that trained was ended by SIGKILL .*same command again"):
         launch(kill_one, devices=2)
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_one_process_needs_no_group():
     world = World(0, 1, torch.device("cpu"))
     module = torch.nn.Linear(2, 2)
@@ -99,11 +103,13 @@ def test_one_process_needs_no_group():
     assert all_reduce_sum(world, torch.ones(3)).tolist() == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_devices_must_divide_the_batch(tmp_path):
     with pytest.raises(UserError, match="cannot be shared by 3 devices"):
         fit(tiny_config(devices=3), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
@@ -125,6 +131,7 @@ def test_cores_are_those_of_the_machine_or_of_the_task(monkeypatch, variables, e
     assert cores_and_processes() == expected
 
 
+@pytest.mark.slow
 def test_a_launched_run_has_workers_for_its_cores_and_may_change_them(tmp_path, monkeypatch, caplog):
     """Under a launcher a process has one thread, which says nothing about its cores."""
     config, source, world = tiny_config(steps=2), open_source("digits", channels=1), World(0, 1, torch.device("cpu"))
@@ -142,6 +149,7 @@ def test_a_launched_run_has_workers_for_its_cores_and_may_change_them(tmp_path, 
     assert "2 threads instead of 1" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_torch_built_for_accelerators_computes_without_them(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
@@ -149,6 +157,7 @@ def test_a_torch_built_for_accelerators_computes_without_them(monkeypatch):
     check_devices(8)
 
 
+@pytest.mark.slow
 def test_more_processes_than_accelerators_are_refused(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
@@ -157,6 +166,7 @@ def test_more_processes_than_accelerators_are_refused(monkeypatch):
         check_devices(3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("in_sight", "number", "chosen"), [(4, 3, 3), (1, 3, 0)])
 def test_a_process_takes_the_device_of_its_number_or_the_only_one_in_sight(monkeypatch, in_sight, number, chosen):
     taken = []

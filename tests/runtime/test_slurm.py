@@ -14,12 +14,11 @@ import pytest
 
 from anechoic.cli.main import main
 
-pytestmark = pytest.mark.slow
-
 TRAIN = ("train", "pocket_mae_digits", "--data.source", "digits:train", "--optim.batch-size", "64")
 TINY = ("--model.options", "dim=16", "depth=2", "num_heads=2", "--optim.epochs", "None", "--optim.samples", "512")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_job_trains_like_the_command(tmp_path: Path, capsys) -> None:
     pytest.importorskip("submitit", reason="jobs are submitit's")
@@ -51,6 +50,7 @@ def submitted(folder: Path, command: tuple[str, ...], started: Callable[[], bool
     return job
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_job_at_its_time_limit_saves_and_is_put_in_line_again(tmp_path: Path) -> None:
     """By the signal Slurm sends, through submitit, which then starts the same job again."""
@@ -64,6 +64,7 @@ def test_a_job_at_its_time_limit_saves_and_is_put_in_line_again(tmp_path: Path) 
     assert "Requeued job" in job.stderr() + job.stdout()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_sweep_at_its_time_limit_goes_on_with_the_trials_it_had(tmp_path: Path) -> None:
     out = tmp_path / "sweep"
@@ -76,6 +77,7 @@ def test_a_sweep_at_its_time_limit_goes_on_with_the_trials_it_had(tmp_path: Path
     assert len(list((out / "records").glob("*.json"))) == 1
 
 
+@pytest.mark.slow
 def test_mistakes_of_jobs_are_one_sentence(tmp_path: Path, capsys) -> None:
     assert main(["tools", "slurm", "--", "models"]) == 2
     assert "can be resumed" in capsys.readouterr().err
@@ -88,6 +90,7 @@ def test_mistakes_of_jobs_are_one_sentence(tmp_path: Path, capsys) -> None:
     assert "--cluster local" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_task_of_several_keeps_all_devices_of_its_node_in_sight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its number on the node chooses among them; of a single one in sight there would be no second."""
     submitit = pytest.importorskip("submitit", reason="jobs are submitit's")

@@ -17,8 +17,6 @@ from anechoic.config import SaveConfig, to_json
 from anechoic.runtime import checkpoint
 from anechoic.training.loop import fit
 
-pytestmark = pytest.mark.slow
-
 
 def free_port():
     with socket.socket() as probe:
@@ -44,6 +42,7 @@ def agent(port, config, run, log, *, host):
         )
 
 
+@pytest.mark.slow
 def test_a_killed_node_comes_back_and_the_run_goes_on(tmp_path):
     config = tiny_config(steps=160, save=SaveConfig(every=20 * BATCH))
     config = replace(config, validation=replace(config.validation, every=80 * BATCH, report=20 * BATCH))

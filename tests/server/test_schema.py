@@ -9,8 +9,6 @@ from serving import serving, small_config
 
 from anechoic.training.loop import fit
 
-pytestmark = pytest.mark.slow
-
 EXAMPLES = 12
 
 
@@ -22,6 +20,7 @@ def schema(tmp_path_factory):
         yield schemathesis.openapi.from_url(f"http://127.0.0.1:{client.port}/openapi.json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "path"),
     [

@@ -29,8 +29,6 @@ from anechoic.sweeps import evaluation
 from anechoic.sweeps.trial import EvalPlan, Trial, is_file, localized, located, rounded, run_trial, trial_from_json
 from anechoic_lab.records.verify import compare, numbers, verdict_text
 
-pytestmark = pytest.mark.slow
-
 BATCH = 16
 EVALUATION = EvalPlan("digits:train", "digits:test", max_train=200, max_test=100)
 MAE = {"patch_size": 4, "dim": 16, "depth": 2, "num_heads": 2}
@@ -146,6 +144,7 @@ def encoder(tmp_path_factory):
     return trial, run_trial(trial, folder / "run", root=folder), folder / "run"
 
 
+@pytest.mark.slow
 def test_a_record_has_the_fields_of_the_contract(encoder):
     trial, record, _ = encoder
     for field in ("schema", "config", "seed", "commit", "machine", "metrics", "seconds"):
@@ -157,6 +156,7 @@ def test_a_record_has_the_fields_of_the_contract(encoder):
     json.dumps(record, allow_nan=False)
 
 
+@pytest.mark.slow
 def test_every_layer_and_token_of_an_encoder_is_evaluated(encoder):
     _, record, _ = encoder
     metrics = record["metrics"]
@@ -178,6 +178,7 @@ def test_every_layer_and_token_of_an_encoder_is_evaluated(encoder):
     assert metrics["probe_layers"]["2"] == metrics["probe_mean"]
 
 
+@pytest.mark.slow
 def test_kept_checkpoints_are_evaluated_and_the_last_is_the_run(encoder):
     _, record, _ = encoder
     metrics = record["metrics"]
@@ -188,6 +189,7 @@ def test_kept_checkpoints_are_evaluated_and_the_last_is_the_run(encoder):
     assert last["entropy_mean"] == pytest.approx(metrics["entropy"])
 
 
+@pytest.mark.slow
 def test_the_looks_during_training_are_kept(encoder):
     _, record, _ = encoder
     training = record["metrics"]["training"]
@@ -195,6 +197,7 @@ def test_the_looks_during_training_are_kept(encoder):
     assert all(look["held_out_loss"] > 0 and len(look["token_norm"]) == MAE["depth"] + 1 for look in training)
 
 
+@pytest.mark.slow
 def test_pictures_are_kept_as_bytes(encoder):
     _, record, _ = encoder
     pictures = record["metrics"]["pictures"]
@@ -214,6 +217,7 @@ def test_pictures_are_kept_as_bytes(encoder):
 # ---- a denoiser and a classifier
 
 
+@pytest.mark.slow
 def test_a_denoiser_is_evaluated_by_its_images_and_its_features(tmp_path):
     model = ModelConfig("uvit_small", {"patch_size": 4, "dim": 16, "depth": 2, "num_heads": 2})
     config = tiny(model, ObjectiveConfig("noise_prediction", {"process": "vp"}))
@@ -277,6 +281,7 @@ def record_file(encoder, tmp_path):
     return tmp_path / "record.json"
 
 
+@pytest.mark.slow
 def test_a_record_repeated_is_the_same(record_file, tmp_path):
     code, out, error = cli("reproduce", "--verify", record_file, "--runs", tmp_path / "runs", "--json")
     assert code == 0, error
@@ -288,6 +293,7 @@ def test_a_record_repeated_is_the_same(record_file, tmp_path):
     assert list((tmp_path / "runs").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_tampered_record_is_refused(record_file, tmp_path):
     record = read_json(record_file)
     record["metrics"]["knn_mean"] += 10
@@ -302,6 +308,7 @@ def metrics_of(record, **changes):
     return {**record, "metrics": {**record["metrics"], **changes}}
 
 
+@pytest.mark.slow
 def test_small_differences_are_tolerated_and_told(encoder):
     _, record, _ = encoder
     near = metrics_of(record, knn_mean=record["metrics"]["knn_mean"] + 1)
@@ -315,6 +322,7 @@ def test_small_differences_are_tolerated_and_told(encoder):
     assert "this is another" in words
 
 
+@pytest.mark.slow
 def test_a_missing_number_or_another_fate_is_no_repetition(encoder):
     _, record, _ = encoder
     missing = metrics_of(record, knn_mean=None)
@@ -329,6 +337,7 @@ def test_a_missing_number_or_another_fate_is_no_repetition(encoder):
         assert "one of the two runs diverged" in verdict_text(one, other, found)
 
 
+@pytest.mark.slow
 def test_a_record_without_judge_stands_by_its_loss(encoder):
     _, record, _ = encoder
     training = record["metrics"]["training"]
@@ -340,6 +349,7 @@ def test_a_record_without_judge_stands_by_its_loss(encoder):
     assert not found.within_tolerance
 
 
+@pytest.mark.slow
 def test_what_is_no_record_is_not_repeated(encoder, tmp_path):
     trial, *_ = encoder
     write_json(tmp_path / "trial.json", trial.to_json())

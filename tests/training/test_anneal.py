@@ -18,8 +18,6 @@ from anechoic.shortcut import Annealing, Shortcut
 from anechoic.training.build import check
 from anechoic.training.loop import fit
 
-pytestmark = pytest.mark.slow
-
 SMALL = {"patch_size": 2, "dim": 16, "depth": 2, "num_heads": 2, "decoder_dim": 16, "decoder_depth": 1}
 
 
@@ -52,6 +50,7 @@ def test_alphas_go_from_one_to_their_own_values_in_a_straight_line():
         assert now() == ends
 
 
+@pytest.mark.slow
 def test_a_run_begins_as_the_residual_one_and_ends_elsewhere(tmp_path):
     """The first update of an annealed run is that of alpha_min 1; later ones are not; the weights end with 0.5."""
     runs = {"annealed": config(anneal=0.5), "decayed": config()}
@@ -121,6 +120,7 @@ def train_shared_out_twice(run):
         fit(wanted, run)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_shared_out_anneals_on_too(tmp_path):
     launch(train_shared_out_twice, tmp_path / "run", devices=2)
     assert (tmp_path / "first").read_bytes() == (tmp_path / "run" / "model" / "model.safetensors").read_bytes()

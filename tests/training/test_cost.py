@@ -19,8 +19,6 @@ from anechoic.recipes import recipe
 from anechoic.training.build import make_model, make_optimizer
 from anechoic.training.cost import DEVICES, memory_by_part, passes_of, plan
 
-pytestmark = pytest.mark.slow
-
 IN100, IN1K = 800 * 126_689, 800 * 1_281_167
 
 
@@ -41,6 +39,7 @@ def test_the_paper_s_hours_are_found_from_its_hardware(mae) -> None:
         assert found.hours == pytest.approx(hours, rel=0.25)
 
 
+@pytest.mark.slow
 def test_operations_equal_the_formulas(mae) -> None:
     """Counted on tensors without content, against the products written down for the plain algorithm."""
     from anechoic.models import model_config
@@ -101,6 +100,7 @@ print((peak() - before) * 1024)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 def test_memory_is_near_what_a_real_step_takes() -> None:
     batch = 192
@@ -152,6 +152,7 @@ def test_memory_of_muon_has_one_momentum_for_the_matrices_it_updates() -> None:
         assert memory_by_part(chosen, passes, 4, gpus=1, fsdp=False)["optimizer"] == expected
 
 
+@pytest.mark.slow
 def test_the_verb_plan(capsys) -> None:
     assert main(["tools", "plan", "mae_in100", "--gpus", "4", "--gpu", "t4", "--batch-size", "4096", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -20,11 +20,10 @@ from anechoic.runtime.run import read_metrics
 from anechoic.training.checkpointing import Checkpointer
 from anechoic.training.loop import fit
 
-pytestmark = pytest.mark.slow
-
 # ---- processes
 
 
+@pytest.mark.slow
 def test_a_launcher_killed_while_its_ranks_start_leaves_no_orphans(tmp_path):
     """They are still importing torch then, and must not take whoever adopts them for their launcher."""
     process = Command([*command_for(TWO), "--out", str(tmp_path / "run")])
@@ -36,6 +35,7 @@ def test_a_launcher_killed_while_its_ranks_start_leaves_no_orphans(tmp_path):
     wait_until(lambda: not any(map(alive, children)), "all processes of the killed launcher are gone")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "words"), [(TWO, "was ended by SIGKILL"), (PARTS, "that decodes images was ended")], ids=["rank", "worker"]
 )
@@ -60,6 +60,7 @@ def test_a_killed_process_is_one_sentence(tmp_path, more, words):
     wait_until(lambda: not any(map(alive, everybody)), "all are gone")
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_not_told_again_when_the_others_end():
     """torch's handler would raise once more, out of whatever the exiting program is doing."""
     before = signal.signal(signal.SIGCHLD, lambda *_: pytest.fail("heard of it twice"))
@@ -71,6 +72,7 @@ def test_a_killed_worker_is_not_told_again_when_the_others_end():
         signal.signal(signal.SIGCHLD, before)
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_whole_group_still_saves(tmp_path):
     """As a batch system sends it: the workers get it too, and the run needs them to end its update."""
     for attempt in range(5):
@@ -85,6 +87,7 @@ def test_a_signal_to_the_whole_group_still_saves(tmp_path):
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_ends_at_once(tmp_path):
     """While it waits for a lock, say, or for a save to a disk that hangs."""
     code = (
@@ -108,6 +111,7 @@ def test_a_second_interrupt_ends_at_once(tmp_path):
     process.stdout.close()
 
 
+@pytest.mark.slow
 def test_a_killed_demo_leaves_no_training_running(tmp_path):
     process = Command(["demo", "--out", str(tmp_path), "--samples", "2000000"])
     wait_until(lambda: len(descendants(process.pid)) >= 2, "both trainings are started")
@@ -125,6 +129,7 @@ sys.exit(subprocess.run(sys.argv[1:], check=False).returncode)
 """
 
 
+@pytest.mark.slow
 def test_little_shared_memory_is_said_and_costs_only_time(tmp_path):
     """Containers often have little of it, and touching more than there is ends a process without a word."""
     namespace = ["unshare", "--map-root-user", "--mount"]
@@ -172,6 +177,7 @@ def whole(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [flip_a_byte, os.unlink, lambda path: path.write_bytes(b"")])
 @pytest.mark.parametrize("name", ["model/model.safetensors", "model/config.json", "results.json"])
 def test_a_damaged_end_is_written_again(tmp_path, whole, name, damage, caplog):
@@ -187,6 +193,7 @@ def test_a_damaged_end_is_written_again(tmp_path, whole, name, damage, caplog):
     assert fit(tiny_config(steps=4, save=SaveConfig(every=2 * BATCH)), run) == results
 
 
+@pytest.mark.slow
 def test_a_damaged_end_without_checkpoints_is_refused(tmp_path, whole):
     run = tmp_path / "run"
     shutil.copytree(whole, run)
@@ -197,6 +204,7 @@ def test_a_damaged_end_without_checkpoints_is_refused(tmp_path, whole):
         fit(tiny_config(steps=4, save=SaveConfig(every=2 * BATCH)), run)
 
 
+@pytest.mark.slow
 def test_a_crash_before_the_first_checkpoint_repeats_no_line(tmp_path, monkeypatch):
     config = tiny_config(steps=4, save=SaveConfig(every=100 * BATCH))
     fit(config, tmp_path / "straight")

@@ -26,8 +26,6 @@ from anechoic.training.loop import effect_of_ranks
 from anechoic.training.objectives import make_objective
 from anechoic.training.validation import Samples
 
-pytestmark = pytest.mark.slow
-
 
 def pixels(count=3, channels=3, side=20, seed=0):
     return np.random.default_rng(seed).integers(10, 200, (count, channels, side, side), dtype=np.uint8)
@@ -106,6 +104,7 @@ def test_geometry_by_hand():
     assert min(np.abs(quarter - t)[:, :, 1:-1, 1:-1].max() for t in turned) < 0.1
 
 
+@pytest.mark.slow
 def test_augmentation_belongs_to_the_sample():
     x = torch.rand(6, 3, 16, 16)
     ids = torch.arange(6)
@@ -265,6 +264,7 @@ def pretrained(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("runs") / "model", model.state_dict(), card)
 
 
+@pytest.mark.slow
 def test_finetuning_end_to_end(pretrained, tmp_path, capsys):
     settings = ("--epochs", "6", "--base-lr", "2e-2", "--layer-decay", "1", "--batch-size", "64", "--mixup", "0")
     off = ("--cutmix", "0", "--magnitude", "0", "--erase", "0", "--drop-path", "0")

@@ -24,8 +24,6 @@ from anechoic.training import loop as engine
 from anechoic.training.build import make_loader
 from anechoic.training.loop import fit
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -62,6 +60,7 @@ def config_on(cache: Path) -> Config:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [8, 7])
 def test_an_image_and_its_mirror_image_are_held_out_together(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
@@ -79,6 +78,7 @@ def test_an_image_and_its_mirror_image_are_held_out_together(
     assert (len(images), set(samples_of_each)) == (36, {2})
 
 
+@pytest.mark.slow
 def test_a_model_is_trained_on_latents_and_its_samples_are_decoded(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -107,6 +107,7 @@ def test_a_model_is_trained_on_latents_and_its_samples_are_decoded(
     assert "chosen on held-out training data" in text
 
 
+@pytest.mark.slow
 def test_latents_scale_survives_the_loss_of_the_latents_folder(cache: Path, tmp_path: Path) -> None:
     """The run's model card keeps it; an autoencoder with another factor is refused instead of used silently."""
     from diffusers import AutoencoderKL
@@ -128,6 +129,7 @@ def test_latents_scale_survives_the_loss_of_the_latents_folder(cache: Path, tmp_
         generate(replace(request, vae=str(tmp_path / "other")), progress=False)
 
 
+@pytest.mark.slow
 def test_loader_returns_drawn_latents(cache: Path) -> None:
     found = Latents(cache, labels=True)
     first, again = (

@@ -43,8 +43,6 @@ from anechoic.training.cost import forward_flops
 from anechoic.training.loop import DivergedError, Task, due, fit
 from anechoic.training.objectives import make_objective
 
-pytestmark = pytest.mark.slow
-
 SMALL = {"dim": 24, "depth": 2, "num_heads": 2}
 
 
@@ -85,6 +83,7 @@ def reference_losses(steps, *, ema):
     return losses, average
 
 
+@pytest.mark.slow
 def test_losses_and_average_equal_a_plain_loop(tmp_path):
     config = tiny_config()
     config = replace(
@@ -196,6 +195,7 @@ def image_config(tmp_path, *, seed=0, name="images.npy"):
     return replace(config, data=replace(config.data, source=str(tmp_path / name), holdout=8))
 
 
+@pytest.mark.slow
 def test_run_refuses_data_of_other_content_at_equal_size_and_time(tmp_path):
     config = image_config(tmp_path)
     fit(config, tmp_path / "run")
@@ -204,6 +204,7 @@ def test_run_refuses_data_of_other_content_at_equal_size_and_time(tmp_path):
         fit(config, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_run_resumes_on_a_copy_of_its_data(tmp_path, caplog):
     config = image_config(tmp_path)
     expected = fit(config, tmp_path / "run")["metrics"]
@@ -215,6 +216,7 @@ def test_run_resumes_on_a_copy_of_its_data(tmp_path, caplog):
     assert "the same data from" in caplog.text
 
 
+@pytest.mark.slow
 def test_run_of_an_earlier_version_is_recognized_by_its_fingerprint(tmp_path, monkeypatch):
     config = image_config(tmp_path)
     with monkeypatch.context() as patch:
@@ -325,6 +327,7 @@ def test_what_somebody_else_froze_stays_frozen(tmp_path):
     assert before / 2 < gc.get_freeze_count() <= before  # some of it is freed in the meantime
 
 
+@pytest.mark.slow
 def test_a_compiled_run_computes_the_same(tmp_path, monkeypatch):
     """Traced as for the compiler, but run by plain kernels, since not every machine has a C++ compiler."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
@@ -435,6 +438,7 @@ for name in ("metrics.jsonl", "model/model.safetensors"):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["full", "read-only"])
 def test_a_disk_that_refuses_does_not_end_the_run(tmp_path, fault):
     """A small file system of its own is filled, or made read-only, while the run saves; later it is put right."""

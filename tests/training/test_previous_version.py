@@ -19,8 +19,6 @@ from anechoic.sweeps.evaluation import evaluate_classifier, evaluate_encoder
 from anechoic.sweeps.trial import EvalPlan, finished, read_record, run_trial, trial_from_json
 from anechoic.training.loop import fit
 
-pytestmark = pytest.mark.slow
-
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "runs-0.1"
 EXPECTED = json.loads((FIXTURES / "expected.json").read_text())
 PLAN = EvalPlan("digits:train", "digits:test", max_train=100, max_test=60, probe=False)
@@ -42,6 +40,7 @@ def evaluated(run: Path) -> bool:
             return 0 < evaluate_encoder(run, PLAN, seed=0)["knn_mean"] <= 100
 
 
+@pytest.mark.slow
 def test_interrupted_run_loads_resumes_evaluates_and_reports(run: Path, capsys: pytest.CaptureFixture) -> None:
     before = read_metrics(run)
     assert sum(parameter.numel() for parameter in anechoic.load(run).parameters()) > 0
@@ -65,6 +64,7 @@ def test_interrupted_run_loads_resumes_evaluates_and_reports(run: Path, capsys: 
         assert (run / "report.html").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_model_directory_loads_and_computes_the_same() -> None:
     model = anechoic.load(FIXTURES / "model")
     assert (model.config.dim, model.preprocess.mean, model.latents) == (8, (0.5,), None)
@@ -72,6 +72,7 @@ def test_model_directory_loads_and_computes_the_same() -> None:
         assert model(torch.zeros(2, 1, 8, 8)).loss.isfinite()
 
 
+@pytest.mark.slow
 def test_record_is_read_under_current_names_and_gives_the_same_numbers(tmp_path: Path) -> None:
     record = read_record(FIXTURES / "record.json")
     trial = trial_from_json(record)

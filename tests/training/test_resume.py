@@ -13,8 +13,6 @@ from anechoic.runtime import checkpoint
 from anechoic.runtime.run import CLOCK_FIELDS, read_metrics
 from anechoic.storage.files import read_json
 
-pytestmark = pytest.mark.slow
-
 
 def assert_equal_runs(a, b):
     """Weights, optimizer and averages by their bytes, metrics by their lines without times."""
@@ -44,6 +42,7 @@ def straight(tmp_path_factory):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "more"),
     [(MASKED, TWO), (ORTHOGONAL, PARTS), (DENOISER, PARTS)],
@@ -71,6 +70,7 @@ def test_kill_and_resume(tmp_path, straight, recipe, more):
     assert len(read_json(out / "env.json")["starts"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
 def test_signals_save_and_exit_cleanly(tmp_path, straight, number):
     """Ctrl-C reaches every process of the terminal's group, SIGTERM only the one that was started."""
@@ -102,6 +102,7 @@ def test_signals_save_and_exit_cleanly(tmp_path, straight, number):
     assert_equal_runs(straight(TWO), out)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_costs_an_interval_only(tmp_path, straight):
     command = command_for(PLAIN)
     process = start(command, tmp_path / "run")
