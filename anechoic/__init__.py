@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from anechoic.shortcut import cosine as cosine
     from anechoic.shortcut import effective_decay as effective_decay
     from anechoic.shortcut import linear as linear
-    from anechoic.shortcut import stopped as stopped
     from anechoic.surgery import clip_grad_norm as clip_grad_norm
     from anechoic.surgery import decay as decay
     from anechoic.surgery import fold as fold
@@ -94,7 +93,6 @@ else:
             "cosine",
             "effective_decay",
             "linear",
-            "stopped",
         ],
         "surgery": ["clip_grad_norm", "decay", "fold", "param_groups", "shortcuts"],
     }

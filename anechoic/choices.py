@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 # Shortcuts and networks
 AlphaMin = float | Literal["auto"]
-AlphaSchedule = Literal["linear", "constant", "cosine", "stopped"]
+AlphaSchedule = Literal["linear", "constant", "cosine"]
 ShortcutForm = Literal["identity", "branch", "both", "attention", "mlp", "learnable", "plain"]
 BranchKind = Literal["attention", "mlp"]
 ModelFamily = Literal["vit", "mae", "uvit", "sit", "resnet"]

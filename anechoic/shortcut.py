@@ -21,10 +21,8 @@ Schedule = Callable[..., list[float]]
 
 # The product of all alphas of the paper's best ViT-B (alpha_min 0.6, 24 branches); "auto" aims at it for any depth.
 EFFECTIVE_DECAY = 3.6e-3
-# Shallow networks would need an alpha_min that hardly lets anything through; "auto" stops here.
+# Shallow networks would need an alpha_min that lets hardly anything through; "auto" never goes below this.
 SMALLEST_AUTO = 0.5
-# The schedule "stopped" leaves at least this share of the input in the stream.
-KEPT = 0.4
 SQRT_HALF = math.sqrt(0.5)
 
 
@@ -47,22 +45,21 @@ def constant(n: int, alpha_min: AlphaMin = 0.6) -> list[float]:
 
 
 def stopped(n: int, alpha_min: AlphaMin = 0.6) -> list[float]:
-    """As linear, up to the last branch at which the product of all alphas is at least KEPT; 1 from there on.
-
-    Decayed in the shallow part, plain shortcuts in the deep one. (Not in the paper.)
-    """
+    """As linear while the product of all alphas is at least 0.4, then 1. Only for records: it was of no use."""
     left, factors = 1.0, []
-    for alpha in _between(n, alpha_min, stopped, lambda k: 1 - k):
-        factors.append(alpha if left * alpha >= KEPT else 1.0)
+    for alpha in linear(n, alpha_min):
+        factors.append(alpha if left * alpha >= 0.4 else 1.0)
         left *= factors[-1]
     return factors
 
 
-SCHEDULES: dict[str, Schedule] = {"linear": linear, "cosine": cosine, "constant": constant, "stopped": stopped}
+SCHEDULES: dict[str, Schedule] = {"linear": linear, "cosine": cosine, "constant": constant}
+# Not offered any more; a config that names one still builds its network.
+RETIRED_SCHEDULES: dict[str, Schedule] = {"stopped": stopped}
 
 
 def _between(n: int, alpha_min: AlphaMin, schedule: Schedule, weight: Callable[[float], float]) -> list[float]:
-    """n factors from 1 to alpha_min; weight maps the relative depth 0..1 to the share of 1 in the mixture."""
+    """Return n factors from 1 to alpha_min; weight maps the relative depth 0..1 to the share of 1 in the mixture."""
     last = resolve_alpha_min(alpha_min, n, schedule=schedule)
     if n == 1:
         return [last]
@@ -71,12 +68,12 @@ def _between(n: int, alpha_min: AlphaMin, schedule: Schedule, weight: Callable[[
 
 
 def effective_decay(alphas: Iterable[float]) -> float:
-    """What is left of the input at the end of the stream: the product of all alphas."""
+    """Return the share of the input at the end of the stream: the product of all alphas."""
     return math.prod(alphas)
 
 
 def alpha_min_for(n: int, *, effective_decay: float = EFFECTIVE_DECAY, schedule: Schedule = linear) -> float:
-    """The alpha_min with which n branches multiply to this effective decay (bisection; the product is monotone)."""
+    """Return the alpha_min with which n branches multiply to this effective decay (by bisection)."""
     check_branches(n)
     if not 0 < effective_decay <= 1:
         raise UserError(f"effective_decay must lie in (0, 1], not {effective_decay}: it is what is left of the input.")
@@ -95,7 +92,7 @@ def alpha_min_for(n: int, *, effective_decay: float = EFFECTIVE_DECAY, schedule:
 
 
 def resolve_alpha_min(alpha_min: AlphaMin, n: int, *, schedule: Schedule = linear) -> float:
-    """alpha_min as a number: "auto" depends on the number of branches alone."""
+    """Return alpha_min as a number: "auto" depends on the number of branches alone."""
     check_branches(n)
     if alpha_min == "auto":
         return max(SMALLEST_AUTO, alpha_min_for(n, schedule=linear if schedule is stopped else schedule))
@@ -163,7 +160,7 @@ class Shortcut(nn.Module):
 class Annealing:
     """Lets every alpha fall from 1 to its own value over the first part of training, a little at each update.
 
-    A function of progress alone, so that a run that goes on decays as if it had not been stopped. (Not in the paper.)
+    A function of progress alone, so that a resumed run decays as an uninterrupted one. (Not in the paper.)
     """
 
     def __init__(self, shortcuts: Iterable[Shortcut], *, share: float) -> None:
@@ -198,7 +195,7 @@ FORMS: dict[str, str] = {
 
 
 def schedule_alphas(n: int, alpha_min: AlphaMin, schedule: str | Sequence[float]) -> list[float]:
-    """n alphas by the schedule's name, or the given ones, checked."""
+    """Return n alphas by the schedule's name, or the given ones, checked."""
     if not isinstance(schedule, str):
         alphas = [check_alpha(alpha) for alpha in schedule]
         if len(alphas) != n:
@@ -206,9 +203,14 @@ def schedule_alphas(n: int, alpha_min: AlphaMin, schedule: str | Sequence[float]
                 f"The schedule lists {len(alphas)} alphas, but the network has {n} residual branches: give one each."
             )
         return alphas
-    if schedule not in SCHEDULES:
-        raise UserError(f"There is no schedule {schedule!r}; choose one of {', '.join(SCHEDULES)} or list the alphas.")
-    return SCHEDULES[schedule](n, alpha_min)
+    return schedule_by_name(schedule)(n, alpha_min)
+
+
+def schedule_by_name(name: str) -> Schedule:
+    found = SCHEDULES.get(name) or RETIRED_SCHEDULES.get(name)
+    if found is None:
+        raise UserError(f"There is no schedule {name!r}; choose one of {', '.join(SCHEDULES)} or list the alphas.")
+    return found
 
 
 def shortcut_factors(
@@ -218,7 +220,7 @@ def shortcut_factors(
     schedule: str | Sequence[float] = "linear",
     form: str = "identity",
 ) -> list[tuple[float, float]]:
-    """(alpha, beta) per residual branch, in execution order; kinds says what each is ("attention", "mlp", ...)."""
+    """Return (alpha, beta) per residual branch, in execution order; kinds: "attention", "mlp", ... of each."""
     check_branches(len(kinds))
     if form not in FORMS:
         raise UserError(f"There is no form {form!r} of the shortcut; choose one of {', '.join(FORMS)}.")
@@ -236,7 +238,7 @@ def shortcut_factors(
     return [(alpha, 1.0) for alpha in alphas]
 
 
-# ---- the residual stream of a model, told in execution order (anechoic.surgery reads it)
+# ---- the residual stream of a model, described in execution order (anechoic.surgery reads it)
 
 
 @dataclass(frozen=True)
@@ -275,7 +277,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class Tap:
-    """The stream is remembered here under a name, for a long skip."""
+    """The stream is stored here under a name, for a long skip."""
 
     name: str
 
@@ -298,7 +300,7 @@ class Add:
 
 @dataclass(frozen=True)
 class Restart:
-    """x = what these make of x: a norm in the stream itself (post-norm), or a norm and a map between two stages."""
+    """x = reads(x): a norm in the stream itself (post-norm), or a norm and a map between two stages."""
 
     reads: Read
 
@@ -308,7 +310,7 @@ Event = Write | Read | Branch | Tap | Concatenate | Add | Restart
 
 @dataclass(frozen=True)
 class Stream:
-    """A model's residual stream. ends_raw: the stream itself is an output, not only what a norm or head makes of it."""
+    """A model's residual stream. ends_raw: the stream itself is an output, not only the input of a norm or head."""
 
     events: tuple[Event, ...]
     ends_raw: bool

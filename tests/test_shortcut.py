@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from anechoic import Shortcut, alpha_min_for, constant, cosine, effective_decay, linear
 from anechoic.errors import UserError
-from anechoic.shortcut import FORMS, KEPT, SQRT_HALF, shortcut_factors, stopped
+from anechoic.shortcut import FORMS, RETIRED_SCHEDULES, SQRT_HALF, schedule_alphas, shortcut_factors
 
 # The 24 alphas of a ViT-B at alpha_min 0.6, by block: attention, MLP, product so far.
 TABLE = """
@@ -76,23 +76,18 @@ def test_schedules_fall_from_exactly_1_to_exactly_alpha_min(n, alpha_min, schedu
     assert all(a >= b - 1e-15 for a, b in pairwise(alphas))
 
 
-@given(n=st.integers(2, 100), alpha_min=st.floats(0.05, 0.99))
-def test_a_stopped_schedule_leaves_its_share_of_the_input(n, alpha_min):
-    alphas, whole = stopped(n, alpha_min), linear(n, alpha_min)
-    assert effective_decay(alphas) >= KEPT
-    kept = [alpha == other for alpha, other in zip(alphas, whole, strict=True)]
-    decayed = alphas.index(1.0, 1) if 1.0 in alphas[1:] else n
-    assert all(kept[:decayed])
-    assert set(alphas[decayed:]) <= {1.0}
-    if decayed < n:
-        assert effective_decay(whole[: decayed + 1]) < KEPT
-    assert stopped(1, 0.3) == [1.0]
-
-
-def test_auto_of_a_stopped_schedule_is_that_of_the_linear_one():
-    assert stopped(24, "auto")[:8] == linear(24, "auto")[:8]
+def test_retired_schedule_builds_but_is_not_offered():
+    """As linear until another step would leave less than 0.4 of the input; a record of ours was trained with it."""
+    alphas = schedule_alphas(24, 0.6, "stopped")
+    decayed = alphas.index(1.0, 1)
+    assert alphas[:decayed] == linear(24, 0.6)[:decayed]
+    assert set(alphas[decayed:]) == {1.0}
+    assert effective_decay(linear(24, 0.6)[: decayed + 1]) < 0.4 <= effective_decay(alphas)
+    assert schedule_alphas(24, "auto", "stopped")[:8] == linear(24, "auto")[:8]
+    with pytest.raises(UserError, match="choose one of linear, cosine, constant or list"):
+        schedule_alphas(24, 0.6, "fnord")
     with pytest.raises(UserError, match=r"No alpha_min of this schedule leaves 0\.1 of the input"):
-        alpha_min_for(24, effective_decay=0.1, schedule=stopped)
+        alpha_min_for(24, effective_decay=0.1, schedule=RETIRED_SCHEDULES["stopped"])
 
 
 def test_schedules_in_closed_form():

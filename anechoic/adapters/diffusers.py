@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffusers.models.attention import BasicTransformerBlock
-from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
 from torch import Tensor
 
-from anechoic.adapters.blocks import Twin, describe, prepare, register, through
+from anechoic.adapters.blocks import DecayedBlock, describe, pre_norm, prepare, replaces, stream_to
 from anechoic.errors import UserError
-from anechoic.shortcut import Branch, Event, Read, Shortcut, Stream
+from anechoic.shortcut import Event, Stream
+
+BLOCK = "diffusers.models.attention.BasicTransformerBlock"
 
 
-@register
-class DecayedDiTBlock(Twin, BasicTransformerBlock):
+@replaces(BLOCK)
+class DiTBlock(DecayedBlock):
     parts = "norm1 attn1 norm3 ff"
-    shortcut1: Shortcut
-    shortcut2: Shortcut
 
     def forward(
         self,
@@ -40,11 +38,8 @@ class DecayedDiTBlock(Twin, BasicTransformerBlock):
         return self.shortcut2(x, gate2.unsqueeze(1) * self.ff(modulated))
 
     def branches(self) -> list[Event]:
-        """The gates are functions of the condition, so a factor on a branch goes on the map before its gate."""
-        return [
-            Branch(self.shortcut1, Read(norms=(self.norm1.norm,)), self.attn1.to_out[0]),
-            Branch(self.shortcut2, Read(norms=(self.norm3,)), self.ff.net[2]),
-        ]
+        """The gates are functions of the condition, so a branch's factor scales the map before its gate."""
+        return pre_norm(self, (self.norm1.norm, self.attn1.to_out[0]), (self.norm3, self.ff.net[2]))
 
 
 def check_use(block: Any) -> None:
@@ -57,8 +52,8 @@ def check_use(block: Any) -> None:
 
 
 def dit_stream(model: Any) -> Stream:
-    return Stream((*through(model.transformer_blocks), Read(norms=(model.norm_out,))), ends_raw=False)
+    return stream_to(model.transformer_blocks, model.norm_out)
 
 
-prepare(BasicTransformerBlock, check_use)
-describe(DiTTransformer2DModel, dit_stream)
+prepare(BLOCK, check_use)
+describe("diffusers.models.transformers.dit_transformer_2d.DiTTransformer2DModel", dit_stream)

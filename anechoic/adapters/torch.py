@@ -1,21 +1,19 @@
 """torch.nn.TransformerEncoderLayer, pre-norm and post-norm, and the encoder made of it.
 
-In evaluation torch may replace such a layer by one fused kernel; a decayed layer always runs its own sums.
+In evaluation torch may replace such a layer by one fused kernel; a decayed layer always computes its own sums.
 """
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
-from anechoic.adapters.blocks import Twin, describe, prepare, refuse, register, through
-from anechoic.shortcut import Branch, Event, Read, Restart, Shortcut, Stream
+from anechoic.adapters.blocks import DecayedBlock, describe, pre_norm, prepare, refuse, replaces, stream_to
+from anechoic.shortcut import Branch, Event, Read, Restart, Stream
 
 
-@register
-class DecayedEncoderLayer(Twin, nn.TransformerEncoderLayer):
+@replaces("torch.nn.modules.transformer.TransformerEncoderLayer")
+class EncoderLayer(DecayedBlock):
     parts = "self_attn linear1 dropout linear2 norm1 norm2 dropout1 dropout2 activation"
-    shortcut1: Shortcut
-    shortcut2: Shortcut
 
     def forward(
         self,
@@ -31,23 +29,20 @@ class DecayedEncoderLayer(Twin, nn.TransformerEncoderLayer):
         return self.norm2(self.shortcut2(x, self._ff_block(x)))
 
     def branches(self) -> list[Event]:
-        writers = (self.self_attn.out_proj, self.linear2)
-        joints = zip((self.shortcut1, self.shortcut2), (self.norm1, self.norm2), writers, strict=True)
+        attend, mix = self.self_attn.out_proj, self.linear2
         if self.norm_first:
-            return [Branch(shortcut, Read(norms=(norm,)), writer) for shortcut, norm, writer in joints]
-        # Post-norm: a branch reads what a norm has just put out, which no decay has scaled.
+            return pre_norm(self, (self.norm1, attend), (self.norm2, mix))
+        # Post-norm: a branch reads the output of a norm, which no decay has scaled.
         return [
-            event
-            for shortcut, norm, writer in joints
-            for event in (Branch(shortcut, Read(), writer), Restart(Read(norms=(norm,))))
+            Branch(self.shortcut1, Read(), attend),
+            Restart(Read(norms=(self.norm1,))),
+            Branch(self.shortcut2, Read(), mix),
+            Restart(Read(norms=(self.norm2,))),
         ]
 
 
 def encoder_stream(encoder: nn.TransformerEncoder) -> Stream:
-    events = through(encoder.layers)
-    if encoder.norm is None:
-        return Stream(tuple(events), ends_raw=True)
-    return Stream((*events, Read(norms=(encoder.norm,))), ends_raw=False)
+    return stream_to(encoder.layers, encoder.norm)
 
 
 def without_nested_tensors(encoder: nn.TransformerEncoder) -> None:

@@ -5,52 +5,45 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torchvision.models import resnet, vision_transformer
 
-from anechoic.adapters.blocks import Twin, describe, register, through
-from anechoic.adapters.resnets import projection_of, resnet_stream
-from anechoic.shortcut import Branch, Event, Read, Shortcut, Slot, Stream
+from anechoic.adapters.blocks import DecayedBlock, describe, pre_norm, projection_of, replaces, resnet_stream, stream_to
+from anechoic.shortcut import Branch, Event, Read, Slot, Stream
 
 
-@register
-class DecayedBasicBlock(Twin, resnet.BasicBlock):
+@replaces("torchvision.models.resnet.BasicBlock")
+class BasicBlock(DecayedBlock):
     kinds = ("convolution",)
     parts = "conv1 bn1 relu conv2 bn2 downsample"
-    shortcut1: Shortcut
 
     def forward(self, x: Tensor) -> Tensor:
-        fx = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
         identity = x if self.downsample is None else self.downsample(x)
-        return self.relu(self.shortcut1(identity, fx))
+        return self.relu(self.shortcut1(identity, self.branch(x)))
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
 
     def branches(self) -> list[Event]:
         reads = Read(maps=(Slot(self.conv1, "weight"),))
-        return [Branch(self.shortcut1, reads, self.bn2, projection_of(self.downsample))]
+        return [Branch(self.shortcut1, reads, self.last_norm(), projection_of(self.downsample))]
+
+    def last_norm(self) -> nn.Module:
+        return self.bn2
 
 
-@register
-class DecayedBottleneck(Twin, resnet.Bottleneck):
-    kinds = ("convolution",)
+@replaces("torchvision.models.resnet.Bottleneck")
+class Bottleneck(BasicBlock):
     parts = "conv1 bn1 conv2 bn2 conv3 bn3 relu downsample"
-    shortcut1: Shortcut
 
-    def forward(self, x: Tensor) -> Tensor:
-        fx = self.relu(self.bn1(self.conv1(x)))
-        fx = self.relu(self.bn2(self.conv2(fx)))
-        fx = self.bn3(self.conv3(fx))
-        identity = x if self.downsample is None else self.downsample(x)
-        return self.relu(self.shortcut1(identity, fx))
+    def branch(self, x: Tensor) -> Tensor:
+        return self.bn3(self.conv3(self.relu(super().branch(x))))
 
-    def branches(self) -> list[Event]:
-        reads = Read(maps=(Slot(self.conv1, "weight"),))
-        return [Branch(self.shortcut1, reads, self.bn3, projection_of(self.downsample))]
+    def last_norm(self) -> nn.Module:
+        return self.bn3
 
 
-@register
-class DecayedEncoderBlock(Twin, vision_transformer.EncoderBlock):
+@replaces("torchvision.models.vision_transformer.EncoderBlock")
+class EncoderBlock(DecayedBlock):
     parts = "ln_1 self_attention dropout ln_2 mlp"
-    shortcut1: Shortcut
-    shortcut2: Shortcut
 
     def forward(self, input: Tensor) -> Tensor:
         normed = self.ln_1(input)
@@ -60,19 +53,12 @@ class DecayedEncoderBlock(Twin, vision_transformer.EncoderBlock):
 
     def branches(self) -> list[Event]:
         last = [layer for layer in self.mlp if isinstance(layer, nn.Linear)][-1]
-        return [
-            Branch(self.shortcut1, Read(norms=(self.ln_1,)), self.self_attention.out_proj),
-            Branch(self.shortcut2, Read(norms=(self.ln_2,)), last),
-        ]
+        return pre_norm(self, (self.ln_1, self.self_attention.out_proj), (self.ln_2, last))
 
 
 def encoder_stream(encoder: Any) -> Stream:
-    return Stream((*through(encoder.layers), Read(norms=(encoder.ln,))), ends_raw=False)
+    return stream_to(encoder.layers, encoder.ln)
 
 
-def stages(model: Any) -> list[Any]:
-    return [block for stage in (model.layer1, model.layer2, model.layer3, model.layer4) for block in stage]
-
-
-describe(resnet.ResNet, lambda model: resnet_stream(model, stages(model)))
-describe(vision_transformer.Encoder, encoder_stream)
+describe("torchvision.models.resnet.ResNet", resnet_stream)
+describe("torchvision.models.vision_transformer.Encoder", encoder_stream)

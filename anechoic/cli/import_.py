@@ -40,8 +40,7 @@ def import_weights(
         num_classes: classes of a SiT or U-ViT, without the null label.
     """
     from anechoic.runtime.checkpoint import model_card, write_model
-    from anechoic.weights.checkpoint_metadata import Choices
-    from anechoic.weights.importing import import_checkpoint
+    from anechoic.weights.importing import Choices, import_checkpoint
 
     started = time.perf_counter()
     out, checkpoint = Path(out), Path(checkpoint)

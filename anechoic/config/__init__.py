@@ -109,8 +109,7 @@ class ShortcutConfig(Section):
     alpha_min: Annotated[float, Range(1e-30, 1.0)] | Literal["auto"] = 1.0
     """the last branch's alpha; 1 is a plain residual network, auto fits the depth"""
     schedule: str = "linear"
-    """how alpha falls from 1 to alpha_min over the branches: linear, cosine, constant, or stopped (linear until 0.4 of
-    the input is left)"""
+    """how alpha falls from 1 to alpha_min over the branches: linear, cosine or constant"""
     form: Literal["identity", "branch", "both", "attention", "mlp", "learnable", "plain"] = "identity"
     """what is scaled where two branches meet; identity is the method, the others its ablations"""
     anneal: Share = 0.0

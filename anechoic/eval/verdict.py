@@ -238,8 +238,8 @@ def advice_of(word: Word, signals: Signals, alpha_min: float | None) -> list[str
         return [f"a lower peak rate (--lr), {'a larger --alpha-min' if decayed else 'a longer run'}, other data."]
     if word == "worse than raw pixels":
         return [
-            "more epochs, more images or a smaller patch; until then a pretrained encoder (timm:NAME, hf:FOLDER) is "
-            "the better start."
+            "more epochs, more images or a smaller patch; until then a pretrained encoder (timm:NAME, "
+            "transformers:FOLDER) is the better start."
         ]
     if word == "plateaued":
         return ["more images, a larger model or a higher peak rate; more epochs alone will change little."]

@@ -59,21 +59,19 @@ MODELS = _table()
 
 
 def model_config(name: str, **options: Any) -> NetworkConfig:
-    """The complete config of a named model with some options replaced."""
+    """Return the complete config of a named model with some options replaced."""
     if name not in MODELS:
         raise UserError(
             f"There is no model {name!r}; {nearest_name(name, MODELS, offered=3)} (anechoic list models lists all)"
         )
     family, size = MODELS[name]
     kinds = hints(FAMILIES[family][0])
-    fitting = {
-        key: checked(_plain(value), kinds[key], key) if key in kinds else value for key, value in options.items()
-    }
-    return _config(family, {**size, **fitting}, what=name)
+    given = {key: checked(_python_number(value), kinds[key], key) for key, value in options.items() if key in kinds}
+    return _config(family, {**size, **options, **given}, what=name)
 
 
-def _plain(value: Any) -> Any:
-    """A number of numpy as Python's."""
+def _python_number(value: Any) -> Any:
+    """Return a number of numpy as Python's."""
     return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0 else value
 
 
@@ -91,21 +89,21 @@ def family_of(config: NetworkConfig) -> str:
 
 
 def build(config: NetworkConfig) -> Network:
-    """A freshly initialized network of this config."""
+    """Return a freshly initialized network of this config."""
     return FAMILIES[family_of(config)][1](config)
 
 
 def build_model(name: str, **options: Any) -> Any:
-    """A freshly initialized network by name: build_model("mae_base_patch16", alpha_min=0.6).
+    """Return a freshly initialized network by name: build_model("mae_base_patch16", alpha_min=0.6).
 
-    Common options: alpha_min (number or "auto"; 1 is plain), schedule, form, image_size (side, or height and width),
-    in_channels, zero_init; the sizes (dim, depth, num_heads, ...) can be replaced too.
+    Common options: alpha_min (number or "auto"; 1 is plain), schedule, form, image_size (a number, or height and
+    width), in_channels, zero_init; the sizes (dim, depth, num_heads, ...) can be replaced too.
     """
     return build(model_config(name, **options))
 
 
 def to_json(config: NetworkConfig) -> dict[str, Any]:
-    """The config as plain JSON data, with the resolved alphas beside it for readers."""
+    """Return the config as plain JSON data, with the resolved alphas for readers."""
     fields = {
         name: list(value) if isinstance(value, tuple) else value for name, value in dataclasses.asdict(config).items()
     }
@@ -113,7 +111,7 @@ def to_json(config: NetworkConfig) -> dict[str, Any]:
 
 
 def from_json(data: dict[str, Any]) -> NetworkConfig:
-    """The inverse of to_json. The data may come from a damaged file: every value is checked for type and size."""
+    """Invert to_json. The data may come from a damaged file: every value is checked for type and size."""
     fields = {name: value for name, value in data.items() if name not in ("family", "alphas")}
     family = data.get("family")
     if not isinstance(family, str) or family not in FAMILIES:
@@ -127,11 +125,11 @@ def from_json(data: dict[str, Any]) -> NetworkConfig:
 
 
 def _within_limits(name: str, value: Any) -> Any:
-    """The value, if no number in it is beyond what any network of this name has."""
+    """Return the value, if no number in it is beyond what any network has."""
     numbers = [item for item in (value if isinstance(value, tuple) else (value,)) if type(item) in (int, float)]
     if isinstance(value, tuple) and len(value) > 4 * MAX_BLOCKS:
         raise UserError(f"This model config lists {len(value):,} values of {name}, more than any network has.")
     limit = MAX_BLOCKS if name in ("depth", "decoder_depth", "num_blocks") else MAX_SIZE
     if not all(math.isfinite(number) and 0 <= number <= limit for number in numbers):
-        raise UserError(f"This model config says {name} = {value!r:.60}, which no network has (0 to {limit:,}).")
+        raise UserError(f"This model config has {name} = {value!r:.60}, which no network has (0 to {limit:,}).")
     return value

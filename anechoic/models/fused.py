@@ -1,9 +1,8 @@
-"""The two residual branches of a block as one autograd function each, for training on processors in float32.
+"""The two residual branches of a block as one autograd function each, for training on a CPU in float32.
 
-The same mathematics as the modules in layers.py, which remain the reference; what is saved is time: products run in the
-faster of two libraries, sums are made in place, and the shortcut joins the branch's own output instead of a new tensor.
-Whatever these functions do not cover (accelerators, autocast, hooks inside a block, drop path, learned factors) takes
-the plain path.
+The same mathematics as the modules in layers.py, which remain the reference, in less time: products run in the faster
+of two libraries, sums are made in place, and the shortcut reuses the memory of the branch's output. Anything else
+(GPUs, autocast, hooks inside a block, drop path, learned factors) takes the plain path.
 Legend: B batch, N tokens, M asked-for tokens, D width, H heads, T = B * N.
 """
 
@@ -19,14 +18,14 @@ from anechoic.shortcut import Shortcut
 
 # oneDNN's product, 10 to 15 % faster than the BLAS behind torch.mm where it was measured; not every build has it.
 _onednn: Any = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
-# The kernels behind scaled_dot_product_attention, layer_norm and gelu, named so exactly that no overload is looked up.
+# The kernels behind scaled_dot_product_attention, layer_norm and gelu, named exactly to skip the overload lookup.
 _attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _norm_backward: Any = torch.ops.aten.native_layer_norm_backward.default
 _gelu_backward: Any = torch.ops.aten.gelu_backward.grad_input
 # Compiled, attention is faster as products where the width of a head plus the number of tokens is at most this.
 SHORT = 96
-# The compiler knows oneDNN's product for constant weights only, so it is given one that it does not look into.
+# The compiler supports oneDNN's product for constant weights only, so it calls one that it does not look into.
 _library = torch.library.Library("anechoic", "FRAGMENT")
 _library.define("product(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _library.impl("product", lambda x, weight, bias: _onednn(x, weight, bias, "none", [], ""), "CPU")
@@ -36,7 +35,7 @@ _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # not in
 
 
 def covers(block: Any, x: Tensor) -> bool:
-    """Whether the functions here may stand in for the modules of a block on x, whose gradient is wanted."""
+    """Return whether the functions here may replace the modules of a block on x, whose gradient is needed."""
     if not (
         torch.is_grad_enabled()
         and x.device.type == "cpu"
@@ -62,14 +61,14 @@ def covers(block: Any, x: Tensor) -> bool:
 
 
 def is_compiled() -> bool:
-    """Whether torch.compile traces this to run it here; what is exported must need nothing of ours."""
+    """Return whether torch.compile traces this to run it here; an exported program must not need our operators."""
     return (
         torch.compiler.is_dynamo_compiling() and not _is_exporting() and not torch._C._are_functorch_transforms_active()
     )
 
 
 def is_ordinary(x: Tensor) -> bool:
-    """Whether x holds numbers and nobody watches what is done with them."""
+    """Return whether x holds numbers and nothing traces or transforms the operations on it."""
     return not (
         type(x) is not Tensor
         or torch.compiler.is_compiling()
@@ -162,23 +161,8 @@ class AttentionBranch(torch.autograd.Function):
             k, v = split(product(inner, weight[D:], others), B, 2, heads)
         heard, memory = attend(q, k, v)
         mixed = heard.transpose(1, 2).reshape(-1, D)
-        ctx.save_for_backward(
-            flat,
-            mean,
-            deviation,
-            inner,
-            asked,
-            index,
-            q,
-            k,
-            v,
-            heard,
-            memory,
-            norm_weight,
-            norm_bias,
-            weight,
-            proj_weight,
-        )
+        inputs = (flat, mean, deviation, inner, asked, index, q, k, v, heard, memory)
+        ctx.save_for_backward(*inputs, norm_weight, norm_bias, weight, proj_weight)
         kept = flat if index is None else flat.index_select(0, index)
         ctx.has_bias = bias is not None
         return joined(kept, product(mixed, proj_weight, proj_bias), alpha, beta).view(B, -1, D)
@@ -210,17 +194,9 @@ class AttentionBranch(torch.autograd.Function):
             of_x.add_(outer, alpha=alpha)
         else:
             of_x.index_add_(0, index, outer, alpha=alpha)
-        return (
-            of_x.view(B, -1, D),
-            None,
-            None,
-            of_norm_weight,
-            of_norm_bias,
-            of_weight,
-            of_bias if ctx.has_bias else None,
-            of_proj_weight,
-            of_proj_bias,
-        )
+        of_norms = (of_norm_weight, of_norm_bias)
+        of_qkv_bias = of_bias if ctx.has_bias else None
+        return of_x.view(B, -1, D), None, None, *of_norms, of_weight, of_qkv_bias, of_proj_weight, of_proj_bias
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

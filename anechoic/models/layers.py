@@ -1,4 +1,4 @@
-"""What the transformers share: patches, positions, time, attention, MLP and the block.
+"""Layers that the transformers share: patches, positions, time, attention, MLP and the block.
 
 Not here: whole networks (one file each), their base (network.py) and the shortcut itself (anechoic/shortcut.py).
 Legend: B batch, N tokens, D width, H heads, C channels, p patch side.
@@ -19,14 +19,7 @@ from anechoic.errors import UserError
 from anechoic.models import fused
 from anechoic.models.network import check_grid
 from anechoic.rng import SampleGenerator
-from anechoic.shortcut import (
-    Branch,
-    Event,
-    Read,
-    Shortcut,
-    Slot,
-    Tap,
-)
+from anechoic.shortcut import Branch, Event, Read, Shortcut, Slot, Tap
 
 
 def check_gelu(gelu: str) -> None:
@@ -71,7 +64,7 @@ def take(x: Tensor, index: Tensor) -> Tensor:
 def as_precise_as(stream: Tensor, given: Tensor) -> Tensor:
     """The start of a residual stream, at least in the precision of what the network was given.
 
-    Under autocast, or where weights come rounded (sharding.py), products are rounded; the sum of all branches is not.
+    Under autocast, or with rounded weights (fsdp.py), products are rounded; the sum of all branches is not.
     """
     wanted = torch.promote_types(stream.dtype, given.dtype)
     return stream if stream.dtype == wanted else stream.to(wanted)  # no cast in an exported graph
@@ -97,7 +90,7 @@ def sincos_positions(dim: int, grid: tuple[int, int]) -> Tensor:
     """(N, D) fixed positions: the first half of the width encodes the column, the second the row, each [sin, cos]."""
     if dim % 4:
         raise UserError(f"Sine-cosine positions need a width divisible by 4, not {dim}.")
-    # In float64 on the CPU, which every accelerator can take the rounded result from.
+    # In float64 on the CPU: not every GPU has float64, and all can take the rounded result.
     steps = torch.arange(max(dim // 4, *grid), dtype=torch.float64, device="cpu")
     frequencies = 10000.0 ** (-steps[: dim // 4] / (dim // 4))
     waves = steps[: max(grid), None] * frequencies
@@ -119,7 +112,7 @@ def time_embedding(t: Tensor, dim: int) -> Tensor:
 
 
 def label_rows(num_classes: int | None, label_dropout: float) -> int:
-    """Rows of the label table: the classes, and a null row if labels are ever dropped; 0 for no conditioning."""
+    """Return the rows of the label table: the classes, and a null row if labels are dropped; 0 if unconditional."""
     if num_classes is None:
         return 0
     if num_classes < 1 or not 0 <= label_dropout < 1:
@@ -132,7 +125,7 @@ def label_rows(num_classes: int | None, label_dropout: float) -> int:
 def labels_or_null(
     labels: Tensor | None, batch: int, num_classes: int | None, label_dropout: float, device: torch.device
 ) -> Tensor | None:
-    """The table rows (B,) to look up: the given labels, or the null row for all; None for an unconditional network."""
+    """Return the table rows (B,) to look up: the labels, or the null row for all; None if unconditional."""
     if num_classes is None:
         if labels is not None:
             raise UserError("This network is unconditional and takes no labels: build it with num_classes.")
@@ -194,7 +187,7 @@ class Mlp(nn.Module):
 class DropPath(nn.Module):
     """Drops a branch for whole samples with the given rate and rescales the rest, in training only.
 
-    A run gives every sample its own number, see `give_draws`; without one they come from torch's generator.
+    In training every sample has its own number, see `give_generator`; else they come from torch's generator.
     """
 
     uniform: Tensor | None = None
@@ -211,9 +204,18 @@ class DropPath(nn.Module):
         return fx * (keep.to(fx.dtype) / (1 - self.rate))
 
 
-class Recomputable(nn.Module):
-    """A block that with recompute keeps only its inputs for the backward pass and computes the rest again."""
+class PreNormBlock(nn.Module):
+    """norm1, attention, norm2 and MLP, joined to the stream by two Shortcuts.
 
+    recompute: store only the inputs for the backward pass and compute the rest again.
+    """
+
+    norm1: nn.LayerNorm
+    norm2: nn.LayerNorm
+    attn: Attention
+    mlp: Mlp
+    shortcut1: Shortcut
+    shortcut2: Shortcut
     recompute = False
 
     def run(self, compute: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
@@ -221,11 +223,18 @@ class Recomputable(nn.Module):
             return checkpoint(compute, *inputs, use_reentrant=False)
         return compute(*inputs)
 
+    def branches(self) -> list[Branch]:
+        """A factor on a branch scales its last linear map; a gate behind that map stays as it is."""
+        return [
+            Branch(self.shortcut1, Read(norms=(self.norm1,)), self.attn.proj),
+            Branch(self.shortcut2, Read(norms=(self.norm2,)), self.mlp.fc2),
+        ]
 
-class Block(Recomputable):
+
+class Block(PreNormBlock):
     """Pre-norm transformer block: attention, then MLP, each joined to the stream by a Shortcut.
 
-    fused: use the fused functions where they apply.
+    use_fused: use the fused functions where they apply.
     """
 
     use_fused = True
@@ -262,24 +271,18 @@ class Block(Recomputable):
         x = self.shortcut1(x if rows is None else take(x, rows), fx)
         return self.shortcut2(x, self.drop_path2(self.mlp(self.norm2(x))))
 
-    def branches(self) -> list[Branch]:
-        return [
-            Branch(self.shortcut1, Read(norms=(self.norm1,)), self.attn.proj),
-            Branch(self.shortcut2, Read(norms=(self.norm2,)), self.mlp.fc2),
-        ]
-
 
 def set_block_options(model: nn.Module, *, fused: bool = True, recompute: bool = False) -> None:
-    """How all blocks of a model compute in training: plainly instead of fused, with less memory and more time."""
+    """Set how all blocks of a model compute in training: fused or not, and with less memory at the cost of time."""
     for module in model.modules():
-        if isinstance(module, Recomputable):
+        if isinstance(module, PreNormBlock):
             module.recompute = recompute
         if isinstance(module, Block):
             module.use_fused = fused
 
 
 def give_generator(model: nn.Module, generator: SampleGenerator) -> None:
-    """Let the next forward drop branches by numbers that belong to the samples, whichever process computes them."""
+    """Let the next forward drop branches by numbers that belong to the samples, whichever rank computes them."""
     dropping = [module for module in model.modules() if isinstance(module, DropPath) and module.rate > 0]
     if dropping:
         uniform = generator.uniform("drop-path", len(dropping))
@@ -288,8 +291,12 @@ def give_generator(model: nn.Module, generator: SampleGenerator) -> None:
 
 
 def tapped(blocks: Iterable[Any]) -> list[Event]:
-    """The branches of each block, and behind it a tap named after its index."""
+    """Return the branches of each block, and after it a tap named by its index."""
     return [event for i, block in enumerate(blocks) for event in (*block.branches(), Tap(f"block{i}"))]
+
+
+def block_norms(blocks: Iterable[PreNormBlock]) -> list[nn.LayerNorm]:
+    return [norm for block in blocks for norm in (block.norm1, block.norm2)]
 
 
 def weight_and_bias(module: nn.Module) -> tuple[Slot, ...]:
@@ -298,7 +305,7 @@ def weight_and_bias(module: nn.Module) -> tuple[Slot, ...]:
 
 @torch.no_grad()
 def xavier_linears(module: nn.Module) -> None:
-    """Xavier-uniform weights and zero biases for every linear layer below module; norms are born at 1 and 0."""
+    """Set Xavier-uniform weights and zero biases in every linear layer below module; norms start at 1 and 0."""
     for layer in module.modules():
         if isinstance(layer, nn.Linear):
             nn.init.xavier_uniform_(layer.weight)

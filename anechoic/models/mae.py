@@ -1,6 +1,6 @@
 """The masked autoencoder: an encoder on the visible patches, a decoder that predicts the hidden ones.
 
-With skips (the decayed MAE of the paper) the decoder starts without content and hears the encoder only through skip
+With skips (the decayed MAE of the paper) the decoder starts without content and reads the encoder only through skip
 layers; without them it is the original MAE. Pooling, probing and training live elsewhere. (Sections 3.2 and 4.)
 Legend: B batch, N patches, K kept patches, M masked patches, E encoder width, D decoder width.
 """
@@ -35,14 +35,14 @@ from anechoic.models.network import Network, NetworkConfig, TransformerConfig, c
 from anechoic.models.vit import VisionTransformer, ViTConfig
 from anechoic.shortcut import Read, Slot, Stream, Tap, Write
 
-# So small that a normalized skip hears the same whatever the scale of the stream is; folding relies on it.
+# So small that a normalized skip does not depend on the scale of the stream; folding relies on it.
 TINY_EPS = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)
 class MAEConfig(TransformerConfig):
     """zero_init None: true, except for the original MAE (no skips, no decay). encoder_norm None: not skips.
-    skip_norm: skips hear normalized tokens, of whatever size the stream is where they start (not in the paper).
+    skip_norm exists for one record of results/evidence/remedies: skips read normalized tokens.
     predicted: share of the masked patches that a training step computes and predicts (all of them in the paper).
 
     norm_eps belongs to the encoder; the decoder is never decayed and has one eps.
@@ -93,24 +93,9 @@ class MAEConfig(TransformerConfig):
 
     @property
     def encoder(self) -> ViTConfig:
-        return ViTConfig(
-            image_size=self.image_size,
-            in_channels=self.in_channels,
-            alpha_min=self.alpha_min,
-            schedule=self.schedule,
-            form=self.form,
-            zero_init=self.zero_init,
-            patch_size=self.patch_size,
-            dim=self.dim,
-            depth=self.depth,
-            num_heads=self.num_heads,
-            mlp_ratio=self.mlp_ratio,
-            norm_eps=self.norm_eps,
-            qkv_bias=self.qkv_bias,
-            gelu=self.gelu,
-            position_scale=self.position_scale,
-            norm=bool(self.encoder_norm),
-        )
+        own = {field.name for field in dataclasses.fields(self)}
+        shared = {field.name for field in dataclasses.fields(ViTConfig)} & own
+        return ViTConfig(norm=bool(self.encoder_norm), **{name: getattr(self, name) for name in shared})
 
 
 def skip_sources(depth: int, decoder_depth: int) -> list[int]:
@@ -150,8 +135,8 @@ class Masking(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """Which tokens (B, T) of [class, patches...] the decoder holds, what it hears there (as ids_restore does for all),
-    which of its rows (B, P) predict, and which patches (B, P) those are."""
+    """The tokens (B, T) of [class, patches...] that the decoder holds, their ids_restore, the rows (B, P) that predict,
+    and the patches (B, P) of those rows."""
 
     tokens: Tensor
     ids_restore: Tensor
@@ -196,9 +181,9 @@ class SkipLayer(nn.Module):
         if self.norm:
             encoded = F.layer_norm(encoded, (E,), eps=TINY_EPS)
         rows = torch.cat([encoded, self.mask_token.expand(len(encoded), -1, -1)], dim=1)
-        heard = take(F.linear(rows, self.fc1.weight[:, :E]), ids_restore)
+        read = take(F.linear(rows, self.fc1.weight[:, :E]), ids_restore)
         own = F.linear(x, self.fc1.weight[:, E:], self.fc1.bias)
-        return x + self.fc2(F.silu(heard + own))
+        return x + self.fc2(F.silu(read + own))
 
 
 class MaskedAutoencoder(Network):
@@ -275,8 +260,8 @@ class MaskedAutoencoder(Network):
             x = self.decode(taps, masking.ids_restore, grid, rows=asked + 1)
             hidden = prediction = self.predictor(self.decoder_norm(x))
         else:
-            tokens, heard, rows, asked = masking.first_masked(self.config.predicted)
-            x = self.decode(taps, heard, grid, rows=rows, tokens=tokens)
+            tokens, restore, rows, asked = masking.first_masked(self.config.predicted)
+            x = self.decode(taps, restore, grid, rows=rows, tokens=tokens)
             hidden = prediction = self.predictor(self.decoder_norm(x))
         target = take(patches, asked)
         if self.config.norm_pix:
@@ -284,7 +269,7 @@ class MaskedAutoencoder(Network):
         return Prediction(F.mse_loss(hidden, target), prediction, masking.mask)
 
     def encode(self, patches: Tensor, grid: tuple[int, int], keep: Tensor) -> list[Tensor]:
-        """The encoder tensors (B, 1 + K, E) the decoder hears: the skip sources, deepest first, or the final output."""
+        """Return what the decoder reads (B, 1 + K, E): the skip sources, deepest first, or the encoder's output."""
         x = self.encoder.embed_tokens(patches, grid, keep)
         outputs = {}
         for i, block in enumerate(self.encoder.blocks):
@@ -315,9 +300,9 @@ class MaskedAutoencoder(Network):
             start = as_precise_as(start, positions)
             x = start.expand(B, -1, -1) if tokens is None else start[0][tokens]
         else:
-            heard = torch.cat([self.decoder_embed(taps[0]), self.mask_token.expand(B, -1, -1)], dim=1)
+            read = torch.cat([self.decoder_embed(taps[0]), self.mask_token.expand(B, -1, -1)], dim=1)
             places = F.pad(positions, (0, 0, 1, 0))
-            x = take(heard, ids_restore) + (places if tokens is None else places[0][tokens])
+            x = take(read, ids_restore) + (places if tokens is None else places[0][tokens])
         for i, block in enumerate(self.decoder_blocks):
             if i < len(self.sources):
                 x = self.skips[i](x, taps[i], ids_restore)

@@ -1,6 +1,6 @@
 """The base of every network: its frozen config, its shortcuts, and the marks that keep weights and alphas together.
 
-What networks are made of is layers.py's.
+Layers are in layers.py.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from anechoic.errors import UserError
 from anechoic.shortcut import (
-    SCHEDULES,
     AlphaMin,
     Form,
     Shortcut,
     Stream,
     resolve_alpha_min,
+    schedule_by_name,
     shortcut_factors,
 )
 
@@ -33,7 +33,7 @@ MAX_TABLE = 1 << 26
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkConfig:
-    """What every network has; alpha_min="auto" is replaced by its number, so that a saved config says all."""
+    """Options of every network; alpha_min="auto" is replaced by its number, so that a saved config is complete."""
 
     image_size: int | tuple[int, int] = 224
     in_channels: int = 3
@@ -49,14 +49,15 @@ class NetworkConfig:
             object.__setattr__(self, "schedule", tuple(self.schedule))
         if self.in_channels < 1:
             raise UserError(f"in_channels must be at least 1, not {self.in_channels}.")
-        if isinstance(self.schedule, str) and self.schedule in SCHEDULES:
-            number = resolve_alpha_min(self.alpha_min, len(self.branch_kinds), schedule=SCHEDULES[self.schedule])
+        if isinstance(self.schedule, str):
+            schedule = schedule_by_name(self.schedule)
+            number = resolve_alpha_min(self.alpha_min, len(self.branch_kinds), schedule=schedule)
             object.__setattr__(self, "alpha_min", number)
 
     @property
     def branch_kinds(self) -> list[str]:
         """The kind of every decayed residual branch, in execution order."""
-        raise AssertionError("each network's config says which branches it has")
+        raise AssertionError("each network's config lists its branches")
 
     @property
     def size(self) -> tuple[int, int]:
@@ -153,7 +154,7 @@ class Network(nn.Module):
     config: NetworkConfig
     # Of a denoiser trained on latents: their LatentSpace (data/latents.py).
     latents: Any = None
-    # Reading images is a matter of rooms above, which put their function here (evals/embedding.py).
+    # Reading images belongs to higher packages; eval/embedding.py sets its function here.
     embedder: ClassVar[Callable[..., Any] | None] = None
 
     def __init__(self, config: NetworkConfig) -> None:
@@ -161,7 +162,7 @@ class Network(nn.Module):
         self.config = config
 
     def embed(self, images: Any, **options: Any) -> Any:
-        """One vector per image (n, D): of a path, a folder, a Pillow image, an array or a list of such; unmasked.
+        """Return one vector per image (n, D) of a path, a folder, a Pillow image, an array or a list of such; unmasked.
 
         options: layer=-1, pooling="class" | "mean" | "all", device="auto", workers=0.
         """
@@ -178,15 +179,15 @@ class Network(nn.Module):
                 self.register_buffer(name, torch.tensor(factors))
 
     def stream(self) -> Stream:
-        """The residual stream, for surgery."""
+        """Return the residual stream, for surgery."""
         raise AssertionError("each network describes its own stream")
 
     def norms(self) -> list[nn.LayerNorm]:
-        """Every norm that has an eps of its own in the config, in execution order."""
+        """Return every norm that has an eps of its own in the config, in execution order."""
         raise AssertionError("each network lists its own norms")
 
     def current_config(self) -> NetworkConfig:
-        """The config with every eps as it is now: a network built from it takes this one's state dict."""
+        """Return the config with every eps as it is now: a network built from it takes this one's state dict."""
         eps, config = tuple(norm.eps for norm in self.norms()), self.config
         if not eps or not isinstance(config, TransformerConfig) or set(eps) == {config.norm_eps}:
             return config

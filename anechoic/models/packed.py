@@ -1,9 +1,9 @@
-"""A vision transformer of ours without gradients on processor cores: the same numbers as its own forward, sooner.
+"""A vision transformer of ours without gradients on a CPU: the numbers of its own forward, in less time.
 
-Four things make the difference, and docs/speed.md says how much each: weights packed once in the order in which oneDNN
-reads them, with GELU and the sum with the stream inside the products; images in small groups whose activations stay in
-the cache; one thread per group instead of all threads on each operation; nothing computed that is not asked for. It
-serves `features` only, knows no hooks, and leaves everything else (accelerators, other networks) to the plain forward.
+Four measures, quantified in docs/speed.md: weights packed once in the order in which oneDNN reads them, with GELU and
+the sum with the stream inside the products; images in small groups whose activations stay in the cache; one thread per
+group instead of all threads on each operation; only requested outputs. It serves `features` only and supports no
+hooks; GPUs and other networks use the plain forward.
 Legend: B images of a group, N tokens, D width, H heads.
 """
 
@@ -30,7 +30,7 @@ Keep = Callable[[Tensor, int], None]
 
 
 def is_served(model: nn.Module) -> bool:
-    """Whether `FrozenTransformer` can stand in for the model's forward: ours, float32, on the CPU, nothing hooked."""
+    """Return whether `FrozenTransformer` can replace the model's forward: ours, float32, on the CPU, no hooks."""
     if type(model) is not VisionTransformer or not torch.backends.mkldnn.is_available():
         return False
     if torch.is_autocast_enabled("cpu") or torch.get_default_device().type != "cpu":
@@ -43,7 +43,7 @@ def is_served(model: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class PackedLinear:
-    """A linear layer whose weight lies in the order of the processor's kernel; bias as it was or None."""
+    """A linear layer whose weight lies in the order of the CPU's kernel; bias as it was or None."""
 
     weight: Tensor
     bias: Tensor | None
@@ -102,7 +102,7 @@ class FrozenTransformer:
     """The layers of a transformer whose weights do not change while this object lives.
 
     Layers are counted as in `features`: 0 the embedding, k the k-th block, one more behind the final norm if the model
-    hands out tokens. `deepest` is the last layer wanted, and the layers behind it are not computed; with `class_only`
+    returns tokens. `deepest` is the last layer wanted, and the layers behind it are not computed; with `class_only`
     the block before the end computes the class token alone.
     """
 
@@ -150,7 +150,7 @@ def in_groups(run: Callable[[Tensor], dict], batches: Iterable[Tensor], *, token
     fetched = iter(batches)
     try:
         while True:
-            # One thread while batches are fetched and groups awaited; whoever takes the results has all of them.
+            # One thread while batches are fetched and groups awaited; the consumer of the results has all of them.
             with one_thread():
                 images = next(fetched, None)
                 if images is not None:

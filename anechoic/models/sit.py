@@ -19,7 +19,8 @@ from anechoic.models.layers import (
     Attention,
     Mlp,
     PatchEmbed,
-    Recomputable,
+    PreNormBlock,
+    block_norms,
     check_images,
     label_rows,
     labels_or_null,
@@ -31,7 +32,7 @@ from anechoic.models.layers import (
     xavier_linears,
 )
 from anechoic.models.network import Network, TransformerConfig
-from anechoic.shortcut import Add, Branch, Event, Read, Shortcut, Stream
+from anechoic.shortcut import Add, Event, Read, Shortcut, Stream
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return torch.addcmul(shift[:, None], x, 1 + scale[:, None])
 
 
-class ModulatedBlock(Recomputable):
+class ModulatedBlock(PreNormBlock):
     """x = shortcut(x, gate * f(modulated norm of x)), attention then MLP; shifts, scales and gates come from c."""
 
     def __init__(
@@ -81,13 +82,6 @@ class ModulatedBlock(Recomputable):
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(F.silu(c)).chunk(6, dim=1)
         x = self.shortcut1(x, gate1[:, None] * self.attn(modulate(self.norm1(x), shift1, scale1)))
         return self.shortcut2(x, gate2[:, None] * self.mlp(modulate(self.norm2(x), shift2, scale2)))
-
-    def branches(self) -> list[Branch]:
-        """The gates are shared functions of c, so a factor on a branch goes on the map before its gate."""
-        return [
-            Branch(self.shortcut1, Read(norms=(self.norm1,)), self.attn.proj),
-            Branch(self.shortcut2, Read(norms=(self.norm2,)), self.mlp.fc2),
-        ]
 
 
 class SiT(Network):
@@ -123,7 +117,7 @@ class SiT(Network):
         self.skips = nn.ModuleList(nn.Linear(dim, dim) for _ in range(depth // 2 if config.skips else 0))
         self.norm = nn.LayerNorm(dim, eps=eps[-1], elementwise_affine=False)
         self.modulation = nn.Linear(dim, 2 * dim)
-        # Twice the channels, as in released checkpoints: the second half once held a variance, and nobody reads it.
+        # Twice the channels, as in released checkpoints: the second half was a variance once, and is not read.
         self.predictor = nn.Linear(dim, config.patch_size**2 * config.in_channels * 2)
         self.mark(shortcuts)
         self.initialize()
@@ -166,8 +160,7 @@ class SiT(Network):
         return unpatchify(patches, p, grid)[:, : self.config.in_channels]
 
     def norms(self) -> list[nn.LayerNorm]:
-        inner: list[nn.LayerNorm] = [norm for block in self.blocks for norm in (block.norm1, block.norm2)]
-        return [*inner, self.norm]
+        return [*block_norms(self.blocks), self.norm]
 
     def stream(self) -> Stream:
         """A norm reads the end of the stream, so its start need not be rescaled."""

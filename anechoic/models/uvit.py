@@ -19,6 +19,7 @@ from anechoic.models.layers import (
     Block,
     PatchEmbed,
     as_precise_as,
+    block_norms,
     check_images,
     label_rows,
     labels_or_null,
@@ -145,8 +146,7 @@ class UViT(Network):
         return as_precise_as(torch.cat(tokens, dim=1) + self.positions, x)
 
     def norms(self) -> list[nn.LayerNorm]:
-        inner: list[nn.LayerNorm] = [norm for block in self.blocks for norm in (block.norm1, block.norm2)]
-        return [*inner, self.norm]
+        return [*block_norms(self.blocks), self.norm]
 
     def stream(self) -> Stream:
         """The time token is a fixed sinusoid, so the stream starts as it is: its embeddings are not to be rescaled."""

@@ -21,6 +21,7 @@ from anechoic.models.layers import (
     Gelu,
     PatchEmbed,
     as_precise_as,
+    block_norms,
     check_gelu,
     check_images,
     patchify,
@@ -160,8 +161,7 @@ class VisionTransformer(Network):
         return dataclasses.replace(config, position_scale=self.position_scale)
 
     def norms(self) -> list[nn.LayerNorm]:
-        inner: list[nn.LayerNorm] = [norm for block in self.blocks for norm in (block.norm1, block.norm2)]
-        return inner + [norm for norm in (self.norm, self.head_norm) if norm is not None]
+        return block_norms(self.blocks) + [norm for norm in (self.norm, self.head_norm) if norm is not None]
 
     def stream(self) -> Stream:
         positions = Slot(self, "positions" if self.config.positions == "learned" else "position_scale")

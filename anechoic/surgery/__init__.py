@@ -1,11 +1,13 @@
-"""Conversion of a network's shortcuts: the residual stream, its algebra, and one file per foreign library."""
+"""Conversion of a network's shortcuts: decay, fold, and how other libraries' networks are described for it."""
 
-from anechoic.adapters.blocks import Twin, describe, keep_plain, prepare, refuse, register, through
-from anechoic.surgery.conversion import decay, fold, fold_along, shortcuts, weight_factors
+from anechoic.adapters.blocks import DecayedBlock, describe, keep_plain, prepare, refuse, register, through
+from anechoic.surgery.decay import decay
+from anechoic.surgery.fold import fold, fold_along
 from anechoic.surgery.param_groups import clip_grad_norm, decay_factors, param_groups, split_skips
+from anechoic.surgery.streams import shortcuts, weight_factors
 
 __all__ = [
-    "Twin",
+    "DecayedBlock",
     "clip_grad_norm",
     "decay",
     "decay_factors",

@@ -34,7 +34,7 @@ def rescale(stream: Stream, factors: Factors) -> None:
 
 
 def edits(stream: Stream, factors: Factors) -> Iterator[Edit]:
-    """What changes with the factors.
+    """Yield what changes with the factors.
 
     Let ratio = old stream / new stream, a number at every point. From alpha x + beta f to alpha' x' + beta' f':
     a branch takes ratio to ratio * alpha / alpha' and its output is multiplied by beta / (that * beta').
@@ -81,7 +81,7 @@ def edits(stream: Stream, factors: Factors) -> Iterator[Edit]:
 
 
 def starting_ratio(stream: Stream, factors: Factors) -> float:
-    """1, or what makes the ratio 1 at the end, where the stream itself is put out and all of it can be written anew."""
+    """Return 1, or what makes the ratio 1 at the end, where the stream is the output and all of it can be rescaled."""
     through = not any(isinstance(event, Restart | Concatenate) for event in stream.events)
     if not (stream.ends_raw and through and stream.events and isinstance(stream.events[0], Write)):
         return 1.0
@@ -99,7 +99,7 @@ def read(reads: Read, ratio: float) -> Iterator[Edit]:
 
 
 def scale_output(module: nn.Module, factor: float) -> Iterator[Edit]:
-    """Multiply what an affine module puts out."""
+    """Multiply the output of an affine module."""
     names = {name for name, _ in module.named_parameters(recurse=False)}
     if factor != 1 and not {"weight"} <= names <= {"weight", "bias"}:
         raise UserError(
@@ -111,7 +111,7 @@ def scale_output(module: nn.Module, factor: float) -> Iterator[Edit]:
 
 
 def _check_editable(todo: Sequence[Edit]) -> None:
-    """Every tensor is the owner's own, not computed when it is asked for, and is edited once."""
+    """Require that every tensor is stored in its owner, not computed on access, and is edited once."""
     seen: set[tuple[int, str, object]] = set()
     for slot, _ in todo:
         value = getattr(slot.owner, slot.name)

@@ -19,7 +19,7 @@ from anechoic.adapters import blocks
 from anechoic.errors import UserError, nearest_name
 from anechoic.shortcut import AlphaMin, Concatenate, Read, shortcut_factors
 from anechoic.surgery.algebra import edits
-from anechoic.surgery.conversion import check_network, streams
+from anechoic.surgery.streams import check_network, join_streams
 
 GroupsFor = Literal["adamw", "muon", "sgd", "lion"]
 ALGORITHMS = ("adamw", "muon", "sgd", "lion")
@@ -81,7 +81,7 @@ def decay_factors(
     sketch = without_storage(model)
     names = {id(parameter): name for name, parameter in sketch.named_parameters()}
     found: dict[str, float] = {}
-    for stream in streams(sketch):
+    for stream in join_streams(sketch):
         if any(shortcut.factors != (1.0, 1.0) or shortcut.learnable for shortcut in stream.shortcuts):
             raise UserError(
                 "param_groups is for plain networks, and the shortcuts of this one are decayed already: fold it first, "
@@ -143,7 +143,7 @@ def split_skips(model: nn.Module) -> nn.Module:
     """
     split = copy.deepcopy(model)
     boundaries: dict[nn.Module, int] = {}
-    for stream in streams(split):
+    for stream in join_streams(split):
         for event in stream.describe().events:
             slots = event.maps if isinstance(event, Read) else ()
             boundaries |= {slot.owner: slot.columns[1] for slot in slots if slot.columns and slot.columns[0] == 0}

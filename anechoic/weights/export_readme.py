@@ -1,35 +1,15 @@
-"""The README of an exported folder: what the network is, how to open it, and what was measured when it was written.
-
-The files it speaks of are written in exporting.py.
-"""
+"""The README of an exported folder: what the network is, how to open it, and what was measured when it was written."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from anechoic.adapters.registry import ADAPTERS
 from anechoic.models.vit import ViTConfig
 
-OPENING = {
-    ("timm", False): """import timm
-
-model = timm.create_model("local-dir:FOLDER", pretrained=True).eval()
-tokens = model.forward_features(images)""",
-    ("timm", True): """import timm
-
-model = timm.create_model("local-dir:FOLDER", pretrained=True).eval()
-logits = model(images)""",
-    ("transformers", False): """from transformers import AutoModel
-
-model = AutoModel.from_pretrained("FOLDER").eval()
-tokens = model(images).last_hidden_state""",
-    ("transformers", True): """from transformers import AutoModelForImageClassification
-
-model = AutoModelForImageClassification.from_pretrained("FOLDER").eval()
-logits = model(images).logits""",
-}
 FOLDED = """
 It was trained with decayed shortcuts, `alpha * x + f(x)`, and folded: these weights compute the same with plain ones,
-`x + f(x)`. Folding gives every norm an eps of its own, where the config holds only one. These lines set them all:
+`x + f(x)`. Folding changes the eps of every norm, where the config holds only one. These lines set them all:
 
 ```python
 import json, pathlib
@@ -43,15 +23,16 @@ Largest difference from the original network, measured when this folder was writ
 """
 
 
-def model_card_text(library: str, config: ViTConfig, differences: Mapping[str, float], *, folded: bool) -> str:
-    """Markdown with a YAML head. differences: as measured on the images the export was given."""
+def readme(library: str, config: ViTConfig, differences: Mapping[str, float], *, folded: bool) -> str:
+    """Return Markdown with a YAML head. differences: as measured on the images the export was given."""
     height, width = config.size
+    classifies = config.num_classes > 0
     how = FOLDED.format(one_eps=differences["with one eps"], each_eps=differences["with an eps per norm"])
     return f"""---
 library_name: {library}
 tags:
 - vision-transformer
-- {"image-classification" if config.num_classes > 0 else "feature-extraction"}
+- {"image-classification" if classifies else "feature-extraction"}
 ---
 
 # A vision transformer trained with anechoic
@@ -60,6 +41,6 @@ tags:
 patches of {height} x {width} images with {config.in_channels} channels.
 
 ```python
-{OPENING[library, config.num_classes > 0]}
+{ADAPTERS[library].load().OPENING[classifies]}
 ```
 {how if folded else ""}"""

@@ -1,7 +1,7 @@
 """Our networks as files that other programs open: timm, transformers, ONNX, torch.export, or our own model directory.
 
-What is handed out is the encoder of a masked autoencoder, or the network itself. timm and transformers have plain
-shortcuts and always a final norm, so for them the encoder gets one and is folded. Reading is in importing.py.
+Exported is the encoder of a masked autoencoder, or the network itself. timm and transformers have plain shortcuts and
+always a final norm, so for them the encoder gets one and is folded. What they call the tensors is in adapters.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import copy
 import dataclasses
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -19,25 +21,20 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from anechoic.data.preprocess import MARGIN, Preprocess
+from anechoic.adapters.registry import ADAPTERS
+from anechoic.adapters.tensors import EPS_FILE
 from anechoic.errors import UserError
 from anechoic.models import build
 from anechoic.models.mae import MaskedAutoencoder
-from anechoic.models.network import MARKS
 from anechoic.models.sit import SiT
 from anechoic.models.uvit import UViT
-from anechoic.models.vit import VisionTransformer, ViTConfig
+from anechoic.models.vit import VisionTransformer
 from anechoic.runtime.checkpoint import load, model_card, write_model
 from anechoic.shortcut import Read, Stream
 from anechoic.storage.files import write_aside
+from anechoic.storage.safe_io import reason
 from anechoic.surgery import fold, fold_along
-from anechoic.weights.export_readme import model_card_text
-from anechoic.weights.layouts import OURS_TO_TIMM, Tensors, rename, timm_to_transformers, transformers_module
-from anechoic.weights.verify_export import open_with, set_eps
-
-# timm's architecture that every size is an option of.
-TIMM_ARCHITECTURE = "vit_base_patch16_224"
-EPS_FILE = "norm_eps.json"
+from anechoic.weights.export_readme import readme
 
 
 class Exported(NamedTuple):
@@ -168,192 +165,58 @@ def with_final_norm(model: VisionTransformer) -> VisionTransformer:
     return normed.to(next(model.parameters()).device).eval()
 
 
-def timm_tensors(plain: VisionTransformer) -> Tensors:
-    """The state dict of timm's ViT. Fixed positions become its table, with zeros for the class token."""
-    state = {name: value for name, value in plain.state_dict().items() if name not in MARKS}
-    if plain.config.positions == "sincos":
-        positions = plain.positions * plain.position_scale
-        state["positions"] = nn.functional.pad(positions, (0, 0, 1, 0))
-    return rename(state, OURS_TO_TIMM)
+def to_library(library: str, model: Any, folder: Path, images: Tensor) -> Exported:
+    """Write a folder that the library opens, and compare what it computes with our network."""
+    plain = as_plain_vit(model)
+    tensors, files = ADAPTERS[library].load().export_files(plain, model.preprocess)
+    folder.mkdir(parents=True, exist_ok=True)
+    contiguous = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    # transformers opens only files with this mark of torch's tensors.
+    save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+    differences, compared = _compare(library, folder, model, plain, images)
+    (folder / "README.md").write_text(readme(library, plain.config, differences, folded=is_decayed(model)))
+    return Exported(folder, differences, compared)
 
 
-def timm_arguments(config: ViTConfig) -> dict[str, Any]:
-    """Arguments of timm.create_model beside the architecture's name."""
-    mean = config.num_classes > 0 and config.pool == "mean"
-    return {
-        "img_size": list(config.size),
-        "patch_size": config.patch_size,
-        "in_chans": config.in_channels,
-        "embed_dim": config.dim,
-        "depth": config.depth,
-        "num_heads": config.num_heads,
-        "mlp_ratio": config.mlp_ratio,
-        "qkv_bias": config.qkv_bias,
-        "num_classes": config.num_classes,
-        "global_pool": "avg" if mean else "token",
-        **({} if config.gelu == "none" else {"act_layer": "gelu_tanh"}),
-    }
-
-
-def eps_by_norm(plain: VisionTransformer) -> dict[str, float]:
-    """timm's name of each norm -> its eps, in execution order."""
-    names = [f"blocks.{i}.norm{k}" for i in range(plain.config.depth) for k in (1, 2)]
-    names += ["fc_norm" if plain.norm is None else "norm"]
-    return dict(zip(names, (norm.eps for norm in plain.norms()), strict=True))
-
-
-def with_one_eps(plain: VisionTransformer, eps: float) -> VisionTransformer:
-    """What a program computes that knows a single eps."""
-    copied = copy.deepcopy(plain)
-    for norm in copied.norms():
-        norm.eps = eps
-    return copied
-
-
-def _compared(
+def _compare(
     library: str, folder: Path, model: VisionTransformer, plain: VisionTransformer, images: Tensor
 ) -> tuple[dict[str, float], str]:
-    """The written folder, opened by the library, beside our network; where that cannot be, the weights in memory."""
+    """Compare the written folder, opened by its library, with our network; without the library, the weights in memory.
+
+    A library has one eps for all norms: the first norm's, which no decay has scaled.
+    """
     reference = with_final_norm(model)
-    opened = open_with(library, folder, classifies=plain.config.num_classes > 0)
-    if isinstance(opened, str):
-        one_eps = largest_difference(reference, with_one_eps(plain, common_eps(plain)), (images,))
-        each_eps = largest_difference(reference, plain, (images,))
-        words = f"only our own copy of the weights in memory, since {opened}"
-    else:
-        one_eps = largest_difference(reference, opened.run, (images,))
-        set_eps(opened.network, json.loads((folder / EPS_FILE).read_text()))
-        each_eps = largest_difference(reference, opened.run, (images,))
-        words = f"{opened.words} opened the written folder"
-    return {"with an eps per norm": each_eps, "with one eps": one_eps}, words
-
-
-def common_eps(plain: VisionTransformer) -> float:
-    """The eps for programs that have one: the first norm's, which no decay has scaled."""
-    return plain.norms()[0].eps
-
-
-def to_timm(model: Any, folder: Path, images: Tensor) -> Exported:
-    """A folder for timm.create_model("local-dir:FOLDER", pretrained=True)."""
-    plain = as_plain_vit(model)
-    arguments = timm_arguments(plain.config)
-    how = model.preprocess
-    channels, (height, width) = plain.config.in_channels, plain.config.size
-    card = {
-        "architecture": TIMM_ARCHITECTURE,
-        "num_classes": arguments["num_classes"],
-        "num_features": plain.config.dim,
-        "global_pool": arguments["global_pool"],
-        "model_args": arguments,
-        "pretrained_cfg": {
-            "input_size": [channels, height, width],
-            "mean": list(how.mean),
-            "std": list(how.std),
-            "interpolation": "bicubic",
-            "crop_mode": "center",
-            "crop_pct": 1 / MARGIN,
-            "num_classes": arguments["num_classes"],
-            "first_conv": "patch_embed.proj",
-            "classifier": "head",
-        },
-    }
-    _write(folder, timm_tensors(plain), {"config.json": card, EPS_FILE: eps_by_norm(plain)})
-    differences, compared = _compared("timm", folder, model, plain, images)
-    card_text = model_card_text("timm", plain.config, differences, folded=is_decayed(model))
-    (folder / "README.md").write_text(card_text)
-    return Exported(folder, differences, compared)
-
-
-def to_transformers(model: Any, folder: Path, images: Tensor) -> Exported:
-    """A folder for transformers' AutoModel.from_pretrained: ViTModel, or ViTForImageClassification with a head."""
-    plain = as_plain_vit(model)
-    config = plain.config
-    if plain.norm is None:
-        raise UserError("transformers' ViT classifies by its class token: export this classifier to timm.")
-    if config.size[0] != config.size[1]:
-        raise UserError("transformers' ViT is declared for square images: export this network to timm.")
-    classifies = config.num_classes > 0
-    tensors = timm_to_transformers(timm_tensors(plain))
-    if not classifies:
-        # AutoModel always makes a pooler; with these weights it hands through the class token.
-        tensors["pooler.dense.weight"] = torch.eye(config.dim)
-        tensors["pooler.dense.bias"] = torch.zeros(config.dim)
-    eps = {
-        transformers_module(name, prefix="vit." if classifies else ""): value
-        for name, value in eps_by_norm(plain).items()
-    }
-    files = {
-        "config.json": transformers_settings(config, common_eps(plain)),
-        "preprocessor_config.json": transformers_processor(model.preprocess),
-        EPS_FILE: eps,
-    }
-    _write(folder, tensors, files)
-    differences, compared = _compared("transformers", folder, model, plain, images)
-    card_text = model_card_text("transformers", config, differences, folded=is_decayed(model))
-    (folder / "README.md").write_text(card_text)
-    return Exported(folder, differences, compared)
-
-
-def transformers_settings(config: ViTConfig, eps: float) -> dict[str, Any]:
-    settings = {
-        "architectures": ["ViTForImageClassification" if config.num_classes > 0 else "ViTModel"],
-        "model_type": "vit",
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.depth,
-        "num_attention_heads": config.num_heads,
-        "intermediate_size": int(config.dim * config.mlp_ratio),
-        "hidden_act": "gelu" if config.gelu == "none" else "gelu_pytorch_tanh",
-        "layer_norm_eps": eps,
-        "image_size": config.size[0],
-        "patch_size": config.patch_size,
-        "num_channels": config.in_channels,
-        "qkv_bias": config.qkv_bias,
-        "pooler_act": "linear",
-        "pooler_output_size": config.dim,
-    }
-    if config.num_classes > 0:
-        names = {str(i): f"LABEL_{i}" for i in range(config.num_classes)}
-        settings |= {"id2label": names, "label2id": {name: int(i) for i, name in names.items()}}
-    return settings
-
-
-def transformers_processor(how: Preprocess) -> dict[str, Any]:
-    """The processor that resizes the shorter side and cuts the middle; ViT's own would squeeze images into a square."""
-    return {
-        "image_processor_type": "BitImageProcessor",
-        "do_convert_rgb": how.channels == 3,
-        "do_resize": True,
-        "size": {"shortest_edge": round(how.image_size * MARGIN)},
-        "do_center_crop": True,
-        "crop_size": {"height": how.image_size, "width": how.image_size},
-        "resample": 3,
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": list(how.mean),
-        "image_std": list(how.std),
-    }
+    try:
+        opened, run = ADAPTERS[library].load().open_export(folder, plain.config.num_classes > 0)
+        compared = f"{library} {version(library)} opened the written folder"
+        eps_of = json.loads((folder / EPS_FILE).read_text())
+    except (ImportError, RuntimeError) as problem:  # the second: parts of another version of torch
+        missing = isinstance(problem, ModuleNotFoundError) and problem.name == library
+        why = f"{library} is not installed" if missing else f"{library} does not work here: {reason(problem)}"
+        compared = f"only our own copy of the weights in memory, since {why}"
+        opened = run = copy.deepcopy(plain)
+        names = {norm: name for name, norm in opened.named_modules()}
+        eps_of = {names[norm]: norm.eps for norm in opened.norms()}
+        for name in eps_of:
+            opened.get_submodule(name).eps = plain.norms()[0].eps  # type: ignore[assignment]
+    opened.eval()
+    one_eps = largest_difference(reference, run, (images,))
+    for name, eps in eps_of.items():
+        opened.get_submodule(name).eps = eps
+    return {"with an eps per norm": largest_difference(reference, run, (images,)), "with one eps": one_eps}, compared
 
 
 def to_hub_folder(model: Any, folder: Path, images: Tensor) -> Exported:
-    """The folder for transformers and, in `anechoic/`, the network as it was trained."""
-    exported = to_transformers(model, folder, images)
+    """Write the folder for transformers and, in `anechoic/`, the network as it was trained."""
+    exported = to_library("transformers", model, folder, images)
     to_safetensors(model, folder / "anechoic", images)
     return exported
 
 
-def _write(folder: Path, tensors: Tensors, files: Mapping[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    contiguous = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-    # transformers opens a file only if it says that its tensors are torch's.
-    save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
-    for name, content in files.items():
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
-
-
 TARGETS: dict[str, Callable[[Any, Path, Tensor], Exported]] = {
-    "timm": to_timm,
-    "transformers": to_transformers,
+    **{name: partial(to_library, name) for name in ("timm", "transformers")},
     "hub-folder": to_hub_folder,
     "safetensors": to_safetensors,
     "onnx": to_onnx,

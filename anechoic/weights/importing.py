@@ -1,7 +1,7 @@
 """Other people's checkpoints as our networks: which network it is, its config, and a strict fit.
 
 Known are the original MAE, the authors' decayed MAE, SiT and decayed SiT, U-ViT, and ViTs of timm and transformers.
-Reading files is in reading.py, what they tell in told.py, names in layouts.py, sizes in converting.py.
+Reading files is in read_checkpoint.py; what their names and shapes mean is in adapters.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anechoic.adapters.checkpoint_metadata import CheckpointMetadata, Choices, checked_numbers
+from anechoic.adapters.registry import ADAPTERS
+from anechoic.adapters.tensors import Layout, Tensors
 from anechoic.config import IMAGENET_MEAN, IMAGENET_STD
 from anechoic.data.preprocess import Preprocess
 from anechoic.errors import UserError
@@ -21,16 +24,22 @@ from anechoic.models import build
 from anechoic.models.mae import MAEConfig
 from anechoic.models.network import MARKS, Network, NetworkConfig
 from anechoic.models.vit import ViTConfig
-from anechoic.weights import converting
-from anechoic.weights.checkpoint_metadata import Choices, Told, numbers
-from anechoic.weights.layouts import transformers_to_timm
 from anechoic.weights.read_checkpoint import Checkpoint, read_checkpoint
+
+__all__ = ["Choices", "Imported", "import_checkpoint"]
+
+DISTILLED, REGISTERS = "a distillation token, as DeiT's distilled models have", "register tokens"
+# The last or first part of a tensor's name -> what it shows the network to have.
+RELATIVES = {
+    **dict.fromkeys(("dist_token", "distillation_token", "head_dist", "distillation_classifier"), DISTILLED),
+    **dict.fromkeys(("reg_token", "reg_tokens", "register_tokens"), REGISTERS),
+}
 
 
 @dataclass(frozen=True)
 class Imported:
-    """The network in evaluation mode, what the file was, names of the file that need no place in the network, and what
-    neither the file nor the user said."""
+    """The network in evaluation mode, and what the file was. left_out: its names without a counterpart in the network.
+    assumed: values that neither the file nor the user stated."""
 
     network: Network
     kind: str
@@ -42,42 +51,52 @@ class Imported:
 
 def import_checkpoint(path: Path, choices: Choices) -> Imported:
     checkpoint = read_checkpoint(path)
-    tensors = checkpoint.tensors
-    if any(name.startswith(("vit.embeddings.", "embeddings.")) for name in tensors):
-        tensors = transformers_to_timm(tensors)
-    kind, convert = recognize(tensors)
-    told = Told.by(checkpoint, choices)
-    config, renamed, left_out = convert(tensors, told)
-    told.refuse_unasked(kind)
+    layout = recognize(checkpoint.tensors)
+    metadata = CheckpointMetadata(choices, checkpoint.arguments, checkpoint.settings)
+    config, tensors, unused = layout.convert(layout.tensors, metadata)
+    metadata.refuse_unused(layout.kind)
     preprocess = _preprocess(config, checkpoint)
     # Shapes are compared before memory is taken for what a damaged file may claim.
     with torch.device("meta"):
-        check_fit(build(config), renamed)
+        check_fit(build(config), tensors)
     network = build(config)
-    load(network, renamed)
-    return Imported(network.eval(), kind, preprocess, left_out, checkpoint.wrapper, told.assumed)
+    wanted = network.state_dict()
+    marks = {name: value for name, value in wanted.items() if name.rpartition(".")[2] in MARKS}
+    network.load_state_dict({**marks, **{name: value.to(wanted[name].dtype) for name, value in tensors.items()}})
+    return Imported(network.eval(), layout.kind, preprocess, unused, checkpoint.wrapper, metadata.assumed)
 
 
-def recognize(tensors: Mapping[str, Tensor]) -> tuple[str, converting.Converter]:
-    """The kind of checkpoint by the names that only it has, and how to convert it."""
-    converting.refuse_relatives(tensors)
-    if "x_embedder.proj.weight" in tensors:
-        return ("decayed SiT" if "enc_blocks.0.attn.qkv.weight" in tensors else "SiT"), converting.sit
-    if "mid_block.attn.qkv.weight" in tensors and "patch_embed.proj.weight" in tensors:
-        return "U-ViT", converting.uvit
-    if "decoder_embed.weight" in tensors and "cls_token" in tensors:
-        return ("decayed MAE" if "decoder_cls_token" in tensors else "MAE"), converting.mae
-    if "cls_token" in tensors and "blocks.0.attn.qkv.weight" in tensors:
-        return "ViT", converting.vit
+def recognize(tensors: Tensors) -> Layout:
+    """Return the kind of checkpoint by the names that only it has."""
+    refuse_relatives(tensors)
+    for adapter in ADAPTERS.values():
+        if adapter.reads and (found := adapter.load().recognize(tensors)):
+            return found
     raise UserError(
         f"This checkpoint is of no known architecture: it has the names {', '.join(sorted(tensors)[:4])}, ...; known "
         f"are MAE, SiT, their decayed versions, U-ViT, and ViT (timm, transformers)."
     )
 
 
+def refuse_relatives(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse networks with parts that ours do not have, by name."""
+    if any(name.startswith("head.0.running_") for name in tensors):
+        raise UserError(
+            "This is a linear-probe checkpoint: its head is a batch norm and a linear map on a frozen encoder. Import "
+            "the pre-trained checkpoint it started from, and fit a head with anechoic evaluate."
+        )
+    for name in tensors:
+        what = RELATIVES.get(name.rpartition(".")[2]) or RELATIVES.get(name.partition(".")[0])
+        if what:
+            raise UserError(
+                f"This ViT has {what} ({name}), and ours has one class token before the patches and no other: import "
+                f"the version without."
+            )
+
+
 def _preprocess(config: NetworkConfig, checkpoint: Checkpoint) -> Preprocess:
-    """Mean and std of the folder's processor, else the usual: ImageNet's for color images of encoders, -1 .. 1 for
-    images of diffusion networks, none for latents."""
+    """Return the folder's mean and std, else the usual: ImageNet's for color images of encoders, -1 .. 1 for images of
+    diffusion networks, none for latents."""
     channels = config.in_channels
     usual: tuple[Sequence[float], Sequence[float]] = ((0.0,) * channels, (1.0,) * channels)
     if channels == 3 and isinstance(config, ViTConfig | MAEConfig):
@@ -85,18 +104,16 @@ def _preprocess(config: NetworkConfig, checkpoint: Checkpoint) -> Preprocess:
     elif channels in (1, 3) and not isinstance(config, ViTConfig | MAEConfig):
         usual = (0.5,) * channels, (0.5,) * channels
     found = {}
+    timm = checkpoint.settings.get("pretrained_cfg")
+    timm = timm if isinstance(timm, Mapping) else {}
     for name, default in zip(("mean", "std"), usual, strict=True):
-        timm = checkpoint.settings.get("pretrained_cfg")
-        said = checkpoint.processor.get(f"image_{name}") or (timm.get(name) if isinstance(timm, Mapping) else None)
-        found[name] = list(numbers(name, said, channels) if said else default)
+        given = checkpoint.image_processor.get(f"image_{name}") or timm.get(name)
+        found[name] = list(checked_numbers(name, given, channels) if given else default)
     return Preprocess.from_json({**found, "image_size": config.size[0], "channels": channels})
 
 
-# ---- the fit
-
-
 def check_fit(network: Network, tensors: Mapping[str, Tensor]) -> None:
-    """Say precisely what of the tensors does not fit the network. Marks are the network's own."""
+    """Report precisely what of the tensors does not fit the network. Marks are the network's own."""
     wanted = {name: value for name, value in network.state_dict().items() if name.rpartition(".")[2] not in MARKS}
     missing = [name for name in wanted if name not in tensors]
     unexpected = [name for name in tensors if name not in wanted]
@@ -115,13 +132,6 @@ def check_fit(network: Network, tensors: Mapping[str, Tensor]) -> None:
     unusable = [name for name, value in tensors.items() if not value.dtype.is_floating_point]
     if unusable:
         raise UserError(f"The checkpoint holds {tensors[unusable[0]].dtype} where weights belong ({_some(unusable)}).")
-
-
-@torch.no_grad()
-def load(network: Network, tensors: Mapping[str, Tensor]) -> None:
-    wanted = network.state_dict()
-    marks = {name: value for name, value in wanted.items() if name.rpartition(".")[2] in MARKS}
-    network.load_state_dict({**marks, **{name: value.to(wanted[name].dtype) for name, value in tensors.items()}})
 
 
 def _some(names: Sequence[str], count: int = 6) -> str:

@@ -1,4 +1,4 @@
-"""Reading somebody's checkpoint: tensors by name and the JSON beside them, never code.
+"""Reading a foreign checkpoint: tensors by name and the JSON beside them, never code.
 
 Which network the tensors belong to is decided in importing.py.
 """
@@ -25,7 +25,7 @@ from anechoic.storage.safe_io import MAX_UNPACKED, read_table, reason, refuse_bo
 # In this order of preference: averaged weights are what a diffusion checkpoint is released for.
 WRAPPERS = ("ema", "model", "state_dict", "module")
 PREFIXES = ("module.", "_orig_mod.")
-# Tied weights and averages share bytes; nobody shares all of them so often.
+# Tied weights and averages share bytes, but never all of them this often.
 MAX_SHARED = 8
 # What torch meets in a damaged file.
 PICKLE_DAMAGE = (
@@ -36,12 +36,12 @@ IN_FOLDER = ("model.safetensors", "pytorch_model.bin", "diffusion_pytorch_model.
 
 
 class Checkpoint(NamedTuple):
-    """tensors by name; settings: the folder's config.json; processor: its preprocessor_config.json; wrapper: the entry
-    of the file that held the tensors; arguments: the command line of the training, if the file kept it."""
+    """tensors by name; settings: the folder's config.json; image_processor: its preprocessor_config.json; wrapper: the
+    entry of the file with the tensors; arguments: the command line of the training, if the file has it."""
 
     tensors: dict[str, Tensor]
     settings: dict[str, Any]
-    processor: dict[str, Any]
+    image_processor: dict[str, Any]
     wrapper: str | None
     arguments: dict[str, Any]
 
@@ -63,8 +63,8 @@ def _read_folder(folder: Path) -> Checkpoint:
             f"{folder} holds none of {', '.join(IN_FOLDER)}: give the folder of one model, or the file itself."
         )
     tensors, wrapper, arguments = _unwrap(_read_file(files[0]), files[0])
-    settings, processor = _json(folder / "config.json"), _json(folder / "preprocessor_config.json")
-    return Checkpoint(tensors, settings, processor, wrapper, arguments)
+    settings, image_processor = _json(folder / "config.json"), _json(folder / "preprocessor_config.json")
+    return Checkpoint(tensors, settings, image_processor, wrapper, arguments)
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def _read_file(path: Path) -> Any:
     _refuse_packed(path)
     try:
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
-            # torch warns of protocols it may not read; the refusal below says it better.
+            # torch warns of protocols it may not read; the refusal below is clearer.
             warnings.simplefilter("ignore", UserWarning)
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as problem:
@@ -107,14 +107,14 @@ def _refuse_packed(path: Path) -> None:
     except UserError:
         raise
     except (BadZipFile, OSError, ValueError, EOFError, NotImplementedError, OverflowError, struct.error):
-        return  # an old checkpoint, which is no zip file, or a damaged one: torch.load says so
+        return  # an old checkpoint, which is no zip file, or a damaged one: torch.load reports it
 
 
 def _refuse_views(tensors: Mapping[str, Tensor], path: Path) -> None:
     """A few bytes of a file can be given any shape, or many names; copies of them would fill the memory."""
     claimed, own = sum(value.numel() * value.element_size() for value in tensors.values()), path.stat().st_size
     if claimed > MAX_UNPACKED and claimed > MAX_SHARED * own:
-        raise UserError(f"{path} has {own:,} bytes and claims tensors of {claimed:,}: it is damaged or made to harm.")
+        raise UserError(f"{path} has {own:,} bytes and claims tensors of {claimed:,}: it is damaged or malicious.")
     odd = next((name for name, value in tensors.items() if value.layout != torch.strided or value.is_quantized), None)
     if odd is not None:
         raise UserError(f"{path} holds {odd} as {tensors[odd].layout}; save plain tensors instead.")

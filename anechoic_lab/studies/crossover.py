@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from anechoic.shortcut import KEPT, alpha_min_for, effective_decay, linear
+from anechoic.shortcut import alpha_min_for, effective_decay, linear
 from anechoic.sweeps.trial import EvalPlan
 from anechoic_lab.grids import Grid, Row, Variant
 from anechoic_lab.paper.pocket import EVALUATION, MAP_SAMPLES, PAIR, PROBES, TEST, TRAIN, mae
@@ -114,7 +114,7 @@ LONG_BLOCKS = Grid(
 REMEDIES: dict[str, tuple[str, dict[str, Any]]] = {
     "product0.4": (
         "decay until 0.4 of the input is left",
-        {"alpha_min": round(alpha_min_for(12, effective_decay=KEPT), 3)},
+        {"alpha_min": round(alpha_min_for(12, effective_decay=0.4), 3)},
     ),
     "stopped": (
         "as alpha_min 0.6 until 0.4 of the input is left, then plain",

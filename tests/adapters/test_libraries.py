@@ -12,7 +12,7 @@ from torch import nn
 import anechoic
 from anechoic import decay, fold, shortcuts
 from anechoic.shortcut import linear
-from anechoic.surgery import Twin, weight_factors
+from anechoic.surgery import DecayedBlock, weight_factors
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +66,7 @@ def test_preserve_keeps_the_function(case, plain):
 
 
 @every_family
-def test_fold_gives_the_plain_class_back(case, plain):
+def test_fold_returns_the_plain_class(case, plain):
     model = plain(case)
     decayed = decay(model, 0.6)
     folded = fold(decayed)
@@ -173,7 +173,7 @@ def sharded(model):
     mesh = init_device_mesh("cpu", (2,))
     for module in list(model.modules()):
         # DiT's network reaches into its first block for the embedding of time, so its blocks stay in one piece with it.
-        if isinstance(module, Twin) and "DiT" not in type(module).__name__:
+        if isinstance(module, DecayedBlock) and "DiT" not in type(module).__name__:
             fully_shard(module, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 

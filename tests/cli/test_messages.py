@@ -52,14 +52,14 @@ def test_types_are_checked_with_a_sentence():
 def test_an_exported_folder_says_how_to_take_it_over(run, tmp_path):
     import torch
 
-    from anechoic.weights.exporting import to_timm, to_torch_export
+    from anechoic.weights.exporting import TARGETS
 
     model = anechoic.load(run)
     images = torch.randn(2, 3, 16, 16)
-    to_timm(model, tmp_path / "timm", images)
+    TARGETS["timm"](model, tmp_path / "timm", images)
     with pytest.raises(UserError, match=r"written for timm.*anechoic import "):
         anechoic.load(tmp_path / "timm")
-    to_torch_export(model, tmp_path / "pt2", images)
+    TARGETS["torch-export"](model, tmp_path / "pt2", images)
     with pytest.raises(UserError, match=r"holds model\.pt2, for other programs: load the run"):
         anechoic.load(tmp_path / "pt2")
 

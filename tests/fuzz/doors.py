@@ -294,9 +294,9 @@ def enter_model(path: Path) -> str:
 
 
 def plain_vit_tensors() -> dict[str, torch.Tensor]:
-    from anechoic.weights.exporting import timm_tensors
+    from anechoic.adapters.timm import export_tensors
 
-    return {name: value.contiguous().clone() for name, value in timm_tensors(tiny("vit_tiny_patch4")).items()}
+    return {name: value.contiguous().clone() for name, value in export_tensors(tiny("vit_tiny_patch4")).items()}
 
 
 def make_weights(folder: Path) -> None:
@@ -318,8 +318,7 @@ def make_weights(folder: Path) -> None:
 
 
 def enter_weights(path: Path) -> str:
-    from anechoic.weights.checkpoint_metadata import Choices
-    from anechoic.weights.importing import import_checkpoint
+    from anechoic.weights.importing import Choices, import_checkpoint
 
     return import_checkpoint(path, Choices(num_heads=None if path.is_dir() else 2)).kind
 

@@ -38,7 +38,7 @@ def test_loss_and_gradients_are_those_of_the_plain_path(monkeypatch, options, qk
         assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
 
 
-def test_recomputing_gives_the_very_same_gradients():
+def test_recomputing_returns_the_very_same_gradients():
     for use_fused in (True, False):
         model = make("mae", alpha_min=0.6).train()
         images, noise = inputs(model)
@@ -103,7 +103,7 @@ def count_calls(monkeypatch):
     return calls
 
 
-def test_whoever_looks_inside_a_block_gets_the_plain_path(monkeypatch):
+def test_hooks_inside_a_block_take_the_plain_path(monkeypatch):
     calls = count_calls(monkeypatch)
     block = Block(12, 3).train()
     x = torch.randn(2, 5, 12)

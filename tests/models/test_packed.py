@@ -104,7 +104,7 @@ def test_other_models_keep_their_own_forward():
         assert not inference.is_served(small_vit())
 
 
-def test_a_mistake_ends_the_threads_and_gives_them_back():
+def test_failed_extraction_restores_the_number_of_threads():
     before = torch.get_num_threads()
     with pytest.raises(UserError, match="Expected images of shape"):
         features.extract(small_vit(), [images(), images()[:, :1]])

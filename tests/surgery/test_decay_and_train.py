@@ -1,4 +1,4 @@
-"""Going on from pretrained weights: preserve=True and the parameter groups that belong to it."""
+"""Training on from pretrained weights: preserve=True and the parameter groups that belong to it."""
 
 import copy
 

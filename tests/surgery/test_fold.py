@@ -38,7 +38,7 @@ def assert_same_function(model, other):
 
 
 @pytest.mark.parametrize(("case", "form"), CASES)
-def test_fold_keeps_the_function_and_gives_the_plain_class(case, form):
+def test_fold_keeps_the_function_and_returns_the_plain_class(case, form):
     model = double(case, **FORMS[form])
     folded = fold(model)
     assert_same_function(model, folded)
@@ -139,7 +139,7 @@ def test_surgery_leaves_its_input_the_random_state_and_the_mode_alone():
     assert folded.train().training
 
 
-def test_what_cannot_be_converted_says_why():
+def test_impossible_conversions_are_refused_with_a_reason():
     learned = make("vit", form="learnable", alpha_min=0.6)
     with torch.no_grad():
         learned.blocks[1].shortcut1.alpha.fill_(-0.2)

@@ -107,15 +107,15 @@ def test_other_libraries_prepare_pictures_as_we_do(size, real_images, tmp_path):
     ours = model.preprocess(picture)
     for to in ("transformers", "timm"):
         export_model(model, tmp_path / to, to=to, images=real_images)
-    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "transformers")
-    torch.testing.assert_close(processor(picture, return_tensors="pt")["pixel_values"], ours, rtol=0, atol=1e-5)
+    image_processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "transformers")
+    torch.testing.assert_close(image_processor(picture, return_tensors="pt")["pixel_values"], ours, rtol=0, atol=1e-5)
     theirs = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True)
     config = timm.data.resolve_model_data_config(theirs)
     assert (config["crop_pct"], config["crop_mode"], config["interpolation"]) == (0.875, "center", "bicubic")
 
 
 def test_one_eps_is_a_real_error_where_the_stream_is_small(real_images, tmp_path):
-    """Small tokens at the end of a deep stream: there one eps for all norms is far off, and the export says so."""
+    """Small tokens at the end of a deep stream: there one eps for all norms is far off, and the export reports it."""
     model = build_model("vit_tiny_patch8", **{**TINY, "depth": 12}, alpha_min=0.6, zero_init=True)
     model.preprocess = PREPROCESS
     model.eval()
@@ -137,9 +137,10 @@ def test_the_lines_in_the_readme_are_all_it_takes(to, real_images, tmp_path):
     torch.testing.assert_close(names["tokens"], with_final_norm(model)(real_images), atol=1e-5, rtol=0)
 
 
-def test_a_plain_network_is_handed_out_without_a_word_of_folding(real_images, tmp_path):
+def test_export_of_a_plain_network_does_not_mention_folding(real_images, tmp_path):
     exported = export_model(network("mae"), tmp_path / "out", to="timm", images=real_images)
-    assert exported.differences == {"with an eps per norm": 0, "with one eps": 0}
+    # timm embeds patches by a convolution and we by a product, which round alike only on some CPUs.
+    assert max(exported.differences.values()) < 1e-5
     assert "fold" not in (tmp_path / "out" / "README.md").read_text()
 
 
@@ -179,7 +180,7 @@ def test_photographs_agree_in_every_format(shared_data, tmp_path):
         assert all(value < 1e-5 for what, value in differences.items() if what != "with one eps")
 
 
-def test_onnx_without_the_extra_says_what_to_install(real_images, tmp_path, monkeypatch):
+def test_onnx_without_the_extra_names_the_packages(real_images, tmp_path, monkeypatch):
     import anechoic.weights.exporting as exporting
 
     monkeypatch.setattr(exporting, "find_spec", lambda name: None if name == "onnxruntime" else object())

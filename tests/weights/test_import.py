@@ -15,8 +15,7 @@ from anechoic.data.preprocess import Preprocess
 from anechoic.errors import UserError
 from anechoic.models.layers import sincos_positions
 from anechoic.shortcut import linear
-from anechoic.weights.checkpoint_metadata import Choices
-from anechoic.weights.importing import import_checkpoint
+from anechoic.weights.importing import Choices, import_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -375,7 +374,7 @@ def test_sit_and_the_authors_sit(decayed, tmp_path):
 
 def test_a_decayed_file_needs_its_alpha(tmp_path):
     torch.save(decayed_mae(), tmp_path / "decayed.pth")
-    with pytest.raises(UserError, match="does not say with which alpha_min"):
+    with pytest.raises(UserError, match="does not state the alpha_min"):
         imported(tmp_path / "decayed.pth", num_heads=3)
     torch.save(sit(False), tmp_path / "sit.pth")
     with pytest.raises(UserError, match="trained with plain shortcuts"):
@@ -415,7 +414,7 @@ def test_other_architectures_and_other_positions_are_refused(tmp_path):
         imported(tmp_path / "moved.pth", alpha_min=0.6, num_heads=3)
 
 
-# ---- import: what the file itself says
+# ---- import: what the file itself states
 
 
 def test_alpha_0_is_not_taken_for_no_answer(tmp_path):
@@ -424,7 +423,7 @@ def test_alpha_0_is_not_taken_for_no_answer(tmp_path):
         imported(tmp_path / "decayed.pth", alpha_min=0.0, num_heads=3, decoder_num_heads=2)
 
 
-def test_a_training_checkpoint_of_the_authors_says_how_it_was_trained(tmp_path):
+def test_training_checkpoint_of_the_authors_has_its_alpha_min(tmp_path):
     tensors, path = decayed_mae(), tmp_path / "checkpoint-399.pth"
     arguments = argparse.Namespace(min_decay=0.7, norm_pix_loss=False, mask_ratio=0.5, lr=1e-3)
     torch.save({"model": tensors, "epoch": 399, "args": arguments}, path)
@@ -435,15 +434,13 @@ def test_a_training_checkpoint_of_the_authors_says_how_it_was_trained(tmp_path):
     again = imported(path, num_heads=3, decoder_num_heads=2, alpha_min=0.7, norm_pix=False, mask_ratio=0.5)
     assert again.network.config == config
     for option, value, name in (("alpha_min", 0.6, "min_decay"), ("norm_pix", True, "norm_pix_loss")):
-        with pytest.raises(
-            UserError, match=rf"The file says {name} = .*, and --{option.replace('_', '-')} says {value}"
-        ):
+        with pytest.raises(UserError, match=rf"The file has {name} = .*, but --{option.replace('_', '-')} is {value}"):
             imported(path, num_heads=3, decoder_num_heads=2, **{option: value})
-    with pytest.raises(UserError, match=r"The file says mask_ratio = 0\.5, and --mask-ratio says 0\.75"):
+    with pytest.raises(UserError, match=r"The file has mask_ratio = 0\.5, but --mask-ratio is 0\.75"):
         imported(path, num_heads=3, decoder_num_heads=2, mask_ratio=0.75)
 
 
-def test_what_nobody_says_is_assumed_aloud(tmp_path):
+def test_unstated_values_are_reported_as_assumed(tmp_path):
     torch.save(decayed_mae(), tmp_path / "bare.pth")
     ours = imported(tmp_path / "bare.pth", alpha_min=0.6, num_heads=3, decoder_num_heads=2)
     assert ours.assumed == {"mask_ratio": 0.75, "norm_pix": True}
@@ -454,11 +451,11 @@ def test_what_nobody_says_is_assumed_aloud(tmp_path):
     assert chosen.assumed == {}
 
 
-def test_sit_says_its_decay_under_another_name(tmp_path):
+def test_sit_has_its_decay_under_another_name(tmp_path):
     arguments = argparse.Namespace(min_sigma=0.9, num_classes=5)
     torch.save({"ema": sit(True), "args": arguments}, tmp_path / "sit.pt")
     assert imported(tmp_path / "sit.pt", num_heads=3).network.config.alpha_min == 0.9
-    with pytest.raises(UserError, match=r"min_sigma = 0\.9, and --alpha-min says 0\.8"):
+    with pytest.raises(UserError, match=r"min_sigma = 0\.9, but --alpha-min is 0\.8"):
         imported(tmp_path / "sit.pt", num_heads=3, alpha_min=0.8)
     torch.save(sit(True), tmp_path / "bare.pt")
     with pytest.raises(UserError, match=r"authors' own is 0\.8"):
@@ -469,15 +466,15 @@ def test_arguments_of_the_wrong_kind_are_refused(tmp_path):
     for name, value in (("min_decay", "0.7"), ("min_decay", float("nan")), ("norm_pix_loss", 3), ("mask_ratio", True)):
         said = argparse.Namespace(**{"min_decay": 0.7, name: value})
         torch.save({"model": decayed_mae(), "args": said}, tmp_path / "odd.pth")
-        with pytest.raises(UserError, match=f"The file says {name} = .* which is not"):
+        with pytest.raises(UserError, match=f"The file has {name} = .* which is not"):
             imported(tmp_path / "odd.pth", num_heads=3, decoder_num_heads=2)
 
 
 def test_options_that_cannot_be_honored_are_refused(vit_mae, tmp_path):
     torch.save(sit(False), tmp_path / "sit.pth")
-    with pytest.raises(UserError, match="A SiT has no mask ratio: leave --mask-ratio out"):
+    with pytest.raises(UserError, match="A SiT has no mask ratio: omit --mask-ratio"):
         imported(tmp_path / "sit.pth", num_heads=3, num_classes=5, mask_ratio=0.5)
-    with pytest.raises(UserError, match="num_attention_heads = 3, and --num-heads says 6"):
+    with pytest.raises(UserError, match="num_attention_heads = 3, but --num-heads is 6"):
         imported(vit_mae[1], num_heads=6)
 
 
@@ -486,7 +483,7 @@ def test_a_label_table_with_and_without_a_null_row(null, rows, tmp_path):
     torch.save(sit(False, classes=rows - 1), tmp_path / "sit.pth")
     ours = imported(tmp_path / "sit.pth", num_heads=3, num_classes=5).network
     assert (ours.config.num_classes, ours.config.label_dropout > 0) == (5, null)
-    with pytest.raises(UserError, match=rf"{rows} rows, and the file does not say"):
+    with pytest.raises(UserError, match=rf"{rows} rows, and the file does not state"):
         imported(tmp_path / "sit.pth", num_heads=3)
     with pytest.raises(UserError, match=f"{rows} rows, which is not 3 classes"):
         imported(tmp_path / "sit.pth", num_heads=3, num_classes=3)
