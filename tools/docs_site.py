@@ -82,7 +82,7 @@ def home() -> str:
 def relinked(text: str) -> str:
     text = re.sub(r"(\]\(|src=\"|href=\")docs/", r"\1", text)
     for name, place in BESIDE.items():
-        text = text.replace(f"]({name})", f"]({place})")
+        text = re.sub(rf"\]\({re.escape(name)}(?=[)#])", f"]({place}", text)
     return text
 
 

@@ -32,7 +32,7 @@ def interpreter(version: str) -> str | None:
 
 def install(python: str, folder: Path, torch: str) -> str:
     """Create the environment; return what went wrong, or nothing."""
-    constraints = folder.with_suffix(".txt")
+    constraints = Path(f"{folder}.txt")
     pins = (ROOT / "constraints.txt").read_text().splitlines()
     if torch != PINNED:  # torch pins versions of its own, and the libraries around it follow it
         pins = [pin for pin in pins if not re.match(r"torch|triton|nvidia|cuda|sympy", pin)]
@@ -65,7 +65,7 @@ def outcome(version: str, torch: str) -> str:
     command = [str(folder / "bin/python"), "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-m", "not slow"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
-    folder.with_suffix(".log").write_text(done.stdout + done.stderr)
+    Path(f"{folder}.log").write_text(done.stdout + done.stderr)
     return done.stdout.strip().splitlines()[-1].strip("= ")
 
 

@@ -40,7 +40,6 @@ def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.slow
 def test_round_trip(tmp_path):
     model = tiny_mae()
     path = write(tmp_path, seen=64, model=model)
@@ -51,7 +50,6 @@ def test_round_trip(tmp_path):
     assert equal(checkpoint.read_tensors(path, "model"), model.state_dict())
 
 
-@pytest.mark.slow
 def test_equal_runs_write_equal_bytes(tmp_path):
     for name in ("a", "b"):
         write(tmp_path / name, seen=64)
@@ -68,7 +66,6 @@ def flip_a_byte(path):
     path.write_bytes(bytes(data))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage",
     [
@@ -92,7 +89,6 @@ def test_a_damaged_newest_falls_back_with_a_warning(tmp_path, damage, caplog):
     assert checkpoint.latest(tmp_path)[1]["seen"] == 128
 
 
-@pytest.mark.slow
 def test_only_damaged_ones_are_not_a_fresh_start(tmp_path):
     assert checkpoint.latest(tmp_path) is None
     flip_a_byte(write(tmp_path, seen=64) / "model.safetensors")
@@ -100,7 +96,6 @@ def test_only_damaged_ones_are_not_a_fresh_start(tmp_path):
         checkpoint.latest(tmp_path)
 
 
-@pytest.mark.slow
 def test_leftovers_of_a_killed_save_are_no_checkpoints(tmp_path):
     path = write(tmp_path, seen=64)
     shutil.copytree(path, tmp_path / ".new-000000000128")
@@ -110,7 +105,6 @@ def test_leftovers_of_a_killed_save_are_no_checkpoints(tmp_path):
     assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["000000000064", "000000000128"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keep_last", "keep_every", "kept"),
     [(2, 0, [64, 80]), (1, 32, [32, 64, 80]), (1, 40, [48, 80]), (9, 0, [16, 32, 48, 64, 80])],
@@ -123,7 +117,6 @@ def test_pruning(tmp_path, keep_last, keep_every, kept):
     assert len(list(tmp_path.iterdir())) == len(kept)
 
 
-@pytest.mark.slow
 def test_pruning_does_not_count_damaged_checkpoints(tmp_path):
     """The good one is older than two damaged ones: it is all there is to go on from, until the run has saved twice."""
     for seen in (16, 32, 48):
@@ -166,7 +159,6 @@ def of_another_point(path):
     shutil.copytree(path.with_name(f"{64:012d}"), path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage",
     [
@@ -193,7 +185,6 @@ def test_an_edited_state_is_damage(tmp_path, damage, caplog):
     assert "is damaged" in caplog.text
 
 
-@pytest.mark.slow
 def test_a_flipped_model_directory_is_refused(tmp_path):
     write(tmp_path / "checkpoints", seen=64)
     folder = checkpoint.export_weights(tmp_path)
@@ -255,7 +246,6 @@ def test_optimizer_state_by_name(tmp_path):
 # ---- loading a model
 
 
-@pytest.mark.slow
 def test_load_takes_run_model_and_checkpoint_directories(tmp_path):
     model = tiny_mae()
     path = write(tmp_path / "checkpoints", seen=64, model=model)
@@ -272,7 +262,6 @@ def test_load_takes_run_model_and_checkpoint_directories(tmp_path):
     assert equal(anechoic.load(tmp_path).state_dict(), model.state_dict())
 
 
-@pytest.mark.slow
 def test_load_prefers_averaged_weights(tmp_path):
     model, average = tiny_mae(), tiny_mae(seed=1)
     write(tmp_path / "checkpoints", seen=64, model=model, ema=average.state_dict())
@@ -281,7 +270,6 @@ def test_load_prefers_averaged_weights(tmp_path):
     assert equal(anechoic.load(tmp_path / "model").state_dict(), average.state_dict())
 
 
-@pytest.mark.slow
 def test_an_unfinished_run_is_loaded_from_its_newest_checkpoint(tmp_path):
     write(tmp_path / "checkpoints", seen=64)
     checkpoint.export_weights(tmp_path)
@@ -290,7 +278,6 @@ def test_an_unfinished_run_is_loaded_from_its_newest_checkpoint(tmp_path):
     assert equal(anechoic.load(tmp_path).state_dict(), newer.state_dict())
 
 
-@pytest.mark.slow
 def test_the_card_says_what_the_network_is(tmp_path):
     path = write(tmp_path, seen=64)
     card = json.loads((path / "config.json").read_text())
@@ -299,7 +286,6 @@ def test_the_card_says_what_the_network_is(tmp_path):
     assert card["config"]["alphas"] == pytest.approx([1, 1 - 0.4 / 3, 1 - 0.8 / 3, 0.6])
 
 
-@pytest.mark.slow
 def test_what_is_no_model_is_refused(tmp_path):
     for directory, words in ((tmp_path / "nowhere", "There is no run"), (tmp_path, "holds no weights")):
         with pytest.raises(UserError, match=words):
@@ -319,14 +305,12 @@ def test_what_is_no_model_is_refused(tmp_path):
 # ---- starting a new run from weights
 
 
-@pytest.mark.slow
 def test_start_from_the_same_network(tmp_path):
     source, target = tiny_mae(), tiny_mae(seed=1)
     checkpoint.start_from(target, write(tmp_path, seen=1, model=source))
     assert equal(target.state_dict(), source.state_dict())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("positions", ["sincos", "learned"])
 def test_a_classifier_starts_from_the_encoder(tmp_path, positions):
     """The tokens of the new classifier are the encoder's, learned positions included; only its head is new."""
@@ -338,7 +322,6 @@ def test_a_classifier_starts_from_the_encoder(tmp_path, positions):
     torch.testing.assert_close(target.tokens(images), source.encoder(images), rtol=0, atol=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "words"),
     [({"dim": 32}, "do not fit"), ({"skips": False}, "do not fit"), ({"alpha_min": 1.0}, "factors")],
@@ -349,7 +332,6 @@ def test_weights_of_another_network_are_refused(tmp_path, options, words):
         checkpoint.start_from(tiny_mae(**options), path)
 
 
-@pytest.mark.slow
 def test_a_torch_that_cannot_keep_parts_is_named(tmp_path, monkeypatch):
     """Before anything is launched, and when a checkpoint of another machine is opened."""
     import_module("torch.distributed.checkpoint")
