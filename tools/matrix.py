@@ -31,7 +31,7 @@ def interpreter(version: str) -> str | None:
 
 
 def install(python: str, folder: Path, torch: str) -> str:
-    """Create the environment; return what went wrong, or nothing."""
+    """Create or update the environment; return what went wrong, or nothing."""
     constraints = Path(f"{folder}.txt")
     pins = (ROOT / "constraints.txt").read_text().splitlines()
     if torch != PINNED:  # torch pins versions of its own, and the libraries around it follow it
@@ -40,14 +40,13 @@ def install(python: str, folder: Path, torch: str) -> str:
     own = str(folder / "bin/python")
     pip = [own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     commands = [
-        [python, "-m", "venv", str(folder)],
+        *([] if Path(own).exists() else [[python, "-m", "venv", str(folder)]]),
         [*pip, "--constraint", str(constraints), "--editable", f"{ROOT}[dev]"],
         [own, str(ROOT / "tools/torchvision_operators.py")],
     ]
     for command in commands:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
-            shutil.rmtree(folder, ignore_errors=True)
             return f"not installed: {(done.stderr or done.stdout).strip().splitlines()[-1][:160]}"
     return ""
 
@@ -57,11 +56,10 @@ def outcome(version: str, torch: str) -> str:
     if python is None:
         return "Python not found"
     folder = ROOT / ".matrix" / f"{version}-{torch}"
-    if not (folder / "bin/python").exists():
-        folder.parent.mkdir(exist_ok=True)
-        problem = install(python, folder, torch)
-        if problem:
-            return problem
+    folder.parent.mkdir(exist_ok=True)
+    problem = install(python, folder, torch)
+    if problem:
+        return problem
     command = [str(folder / "bin/python"), "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-m", "not slow"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
