@@ -18,8 +18,6 @@ from anechoic.data import BadImage, Loader, archives, open_source
 from anechoic.data.shards import INDEX, write_shards
 from anechoic.errors import UserError
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
