@@ -50,17 +50,8 @@ CACHE_LISTINGS_FROM = 20_000
 # Archives that stay mapped; each counts against the process's limit of open files, often 1024.
 MAX_MAPS = 256
 # What reading the index of a damaged archive raises.
-ZIP_DAMAGE = (
-    zipfile.BadZipFile,
-    struct.error,
-    zlib.error,
-    ValueError,
-    OverflowError,
-    NotImplementedError,
-    EOFError,
-    OSError,
-)
 TAR_DAMAGE = (tarfile.TarError, struct.error, ValueError, OverflowError, EOFError, OSError)
+ZIP_DAMAGE = (*TAR_DAMAGE, zipfile.BadZipFile, zlib.error, NotImplementedError)
 MAX_CLASS_NAME = 1000
 NUMBER = re.compile(r"[0-9]{1,18}")
 STORED, DEFLATED = zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED

@@ -150,9 +150,7 @@ def draw_scenes(ids: Tensor, *, size: int, seed: int) -> tuple[Tensor, Tensor]:
 
     ground, shape = generator[:, 4:7], (generator[:, 4:7] + 0.5 + 0.3 * (generator[:, 7:10] - 0.5)) % 1
     images = torch.lerp(
-        _texture(x, y, ground, generator[:, 10:25]),
-        _texture(x, y, shape, generator[:, 25:40]),
-        cover[:, None],
+        _texture(x, y, ground, generator[:, 10:25]), _texture(x, y, shape, generator[:, 25:40]), cover[:, None]
     )
     return (images * 255).round().clamp(0, 255).to(torch.uint8), cover
 

@@ -130,10 +130,7 @@ def expected_bytes(source: Source, *, min_side: int) -> int:
 def _write(source: Source, entry: OpenEntry, *, min_side: int) -> None:
     starts, shapes, bad, temporary = [0], [], {}, []
     # Closed at once on an interruption, so that no thread continues to decode.
-    with (
-        contextlib.closing(_read_all(source, min_side=min_side)) as images,
-        open(entry.path / PIXELS, "wb") as file,
-    ):
+    with contextlib.closing(_read_all(source, min_side=min_side)) as images, open(entry.path / PIXELS, "wb") as file:
         for index, result in enumerate(images):
             if isinstance(result, BadImage):
                 bad[str(index)] = (result.name, result.reason)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -22,6 +22,8 @@ from anechoic.data.source import EncodedSource, check_labels, digest, number_cla
 from anechoic.errors import UserError
 from anechoic.storage.safe_io import read_regular, reason, refuse_odd_files
 
+# What `datasets` raises for names that do not exist and for damaged folders.
+LOAD_ERRORS = (OSError, LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError)
 LABEL_COLUMNS = ("label", "labels", "fine_label", "class")
 
 
@@ -31,6 +33,7 @@ class Parquet(EncodedSource):
     def __init__(self, paths: Sequence[Path], *, labels: bool, channels: int):
         super().__init__(channels=channels)
         self.paths, self.hashes = tuple(paths), FileHashes("", [str(path) for path in paths])
+        self.named = NamedImages(self.paths[0].parent)
         versions = [path.stat() for path in paths]
         self.earlier_fingerprint = digest(
             "parquet", *(part for version in versions for part in (version.st_size, version.st_mtime_ns))
@@ -71,8 +74,7 @@ class Parquet(EncodedSource):
                 named += [cell["path"] for cell in self._read_group(group) if _names_a_file(cell)]
             except (Undecodable, OSError):
                 continue  # its rows are skipped as well
-        outside = FileHashes(self.paths[0].parent, named)
-        return digest("parquet", self.hashes.all, *named, outside.all)
+        return digest("parquet", self.hashes.all, *self.named.identify(named))
 
     def _load_group(self, group: int) -> list[Any]:
         file, number = self._groups[group]
@@ -104,7 +106,7 @@ class Parquet(EncodedSource):
         return str((isinstance(cell, dict) and cell.get("path")) or index)
 
     def data(self, index: int) -> bytes:
-        return cell_bytes(self._cell(index), self.paths[0].parent)
+        return cell_bytes(self._cell(index), self.named)
 
 
 def _holds_all(column: Any) -> bool:
@@ -118,16 +120,35 @@ def _names_a_file(cell: Any) -> bool:
     return isinstance(cell, dict) and not isinstance(cell.get("bytes"), bytes) and isinstance(cell.get("path"), str)
 
 
-def cell_bytes(cell: Any, folder: Path) -> bytes:
+class NamedImages:
+    """Image files that cells without bytes name, relative to a folder; known after `identify`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.numbers: dict[str, int] = {}
+        self.hashes = FileHashes(folder, [])
+
+    def identify(self, names: Iterable[str]) -> tuple[str | np.ndarray, ...]:
+        """Hash the files; return what a fingerprint is made of."""
+        self.numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        self.hashes = FileHashes(self.folder, list(self.numbers))
+        return (*self.numbers, self.hashes.all)
+
+    def read(self, name: str) -> bytes:
+        data = read_regular(self.folder / name)
+        if name in self.numbers:
+            self.hashes.check_data(self.numbers[name], data)
+        return data
+
+
+def cell_bytes(cell: Any, named: NamedImages) -> bytes:
     """Return the encoded image of a table cell: bytes, or {bytes, path} where either may be missing."""
-    if isinstance(cell, dict):
-        if isinstance(cell.get("bytes"), bytes):
-            return cell["bytes"]
-        if isinstance(cell.get("path"), str):
-            return read_regular(folder / cell["path"])
-    if isinstance(cell, bytes):
-        return cell
-    raise Undecodable("the cell is empty")
+    if _names_a_file(cell):
+        return named.read(cell["path"])
+    data = cell.get("bytes") if isinstance(cell, dict) else cell
+    if not isinstance(data, bytes):
+        raise Undecodable("the cell is empty")
+    return data
 
 
 def _parquet_file(path: Path) -> Any:
@@ -220,7 +241,7 @@ class HubSet(EncodedSource):
 
     def __init__(self, rows: Any, *, column: str, channels: int):
         super().__init__(channels=channels)
-        self.rows, self.column = rows, column
+        self.rows, self.column, self.named = rows, column, NamedImages(Path())
         self.hashes = FileHashes("", sorted(file["filename"] for file in rows.cache_files))
 
     def compute_fingerprint(self) -> str:
@@ -233,7 +254,7 @@ class HubSet(EncodedSource):
             for cell in chunk.to_pylist()
             if _names_a_file(cell)
         ]
-        return digest("hub", len(self), self.hashes.all, *named, FileHashes("", named).all)
+        return digest("hub", len(self), self.hashes.all, *self.named.identify(named))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -245,7 +266,7 @@ class HubSet(EncodedSource):
             return str(index)
 
     def data(self, index: int) -> bytes:
-        return cell_bytes(self._cell(index), Path())
+        return cell_bytes(self._cell(index), self.named)
 
     def _cell(self, index: int) -> Any:
         import pyarrow
@@ -313,16 +334,7 @@ def _load_rows(name: str, split: str) -> tuple[Any, str]:
             loaded = datasets.load_from_disk(name)
         else:
             loaded = datasets.load_dataset(name)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        IndexError,
-        OverflowError,
-        RecursionError,
-    ) as error:
+    except LOAD_ERRORS as error:
         raise UserError(
             f"The data set {name!r} cannot be loaded ({reason(error)}); check its name, or give a local folder."
         ) from error

@@ -133,6 +133,7 @@ def open_entry(kind: str, key: str, *, about: str) -> Iterator[OpenEntry]:
     Afterwards it counts as just used, and other entries are evicted if it grew and the cache exceeds its limit.
     """
     path = cache_dir() / kind / key
+    limit()  # a wrong setting is an error before the work, not after it
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path):
         path.mkdir(exist_ok=True)

@@ -152,7 +152,7 @@ def test_overwriting_at_equal_size_and_time_is_noticed(
     assert not torch.equal(batch_of(after), old)
 
 
-@pytest.mark.parametrize("kind", ["folder", "tar", "npy", "parquet"])
+@pytest.mark.parametrize("kind", ["folder", "tar", "npy", "parquet", "parquet paths"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_data_that_change_during_a_command_end_it_with_one_sentence(kind: str, workers: int, tmp_path: Path) -> None:
     source = opened(kind, write(kind, tmp_path / "set", 1))
@@ -192,11 +192,7 @@ def test_recently_changed_files_are_hashed_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["flip", "cut"])
 def test_damaged_table_of_hashes_is_made_again(
-    own_cache: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    damage: str,
-    caplog: pytest.LogCaptureFixture,
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(content_checksums, "is_settled", lambda stamp: any(stamp))
     path = write("folder", tmp_path / "set", 1)

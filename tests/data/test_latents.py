@@ -15,13 +15,7 @@ import anechoic
 from anechoic.cli.main import main
 from anechoic.config import to_json
 from anechoic.data import Array
-from anechoic.data.latents import (
-    DrawLatents,
-    Latents,
-    crop_square,
-    draw_latents,
-    read_card,
-)
+from anechoic.data.latents import DrawLatents, Latents, crop_square, draw_latents, read_card
 from anechoic.data.preprocess import Preprocess
 from anechoic.diffusion.generate import Request, generate
 from anechoic.diffusion.process import process_named
