@@ -32,6 +32,13 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache: other tests have images of the same content."""
+    monkeypatch.setenv("ANECHOIC_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     """Start one browser for all tests of pages."""

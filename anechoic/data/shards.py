@@ -113,9 +113,10 @@ class ShardWriter:
 
 
 def suffix_of(data: bytes) -> str:
+    """Return the suffix of a known format; empty for others."""
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return ".webp"
-    return next(suffix for start, suffix in SIGNATURES.items() if data.startswith(start))
+    return next((suffix for start, suffix in SIGNATURES.items() if data.startswith(start)), "")
 
 
 def encode_image(source: Source, index: int) -> tuple[bytes, str] | BadImage:
@@ -125,8 +126,7 @@ def encode_image(source: Source, index: int) -> tuple[bytes, str] | BadImage:
         if isinstance(source, EncodedSource):
             data = source.data(index)
             pixels = decode(data, channels=source.channels)
-            known = data.startswith(tuple(SIGNATURES)) or (data[:4] == b"RIFF" and data[8:12] == b"WEBP")
-            return (data if known else as_png(pixels)), name
+            return (data if suffix_of(data) else as_png(pixels)), name
         return as_png(source.read(index)), name
     except BadImage as bad:
         return bad

@@ -27,11 +27,7 @@ from anechoic.errors import UserError
 COUNT = 6
 KINDS = ["folder", "list", "zip", "tar", "webdataset", "shards", "parquet", "parquet paths", "npz", "npy", "latents"]
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("ANECHOIC_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def pixels(seed: int) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -218,23 +219,8 @@ def test_images_reach_a_denoiser_of_latents_through_the_autoencoder(run: Path, t
 def test_encode_latents_encodes_and_refuses_what_is_no_autoencoder(
     vae_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    assert (
-        main(
-            [
-                "tools",
-                "encode-latents",
-                "scenes:6",
-                "--out",
-                str(tmp_path / "out"),
-                "--vae",
-                str(vae_folder),
-                "--image-size",
-                "16",
-                "--labels",
-            ]
-        )
-        == 0
-    )
+    options = ["--vae", str(vae_folder), "--image-size", "16", "--labels"]
+    assert main(["tools", "encode-latents", "scenes:6", "--out", str(tmp_path / "out"), *options]) == 0
     assert "6 images and their mirror images" in capsys.readouterr().out
     assert read_card(tmp_path / "out").scale == 0.18215
 
@@ -278,15 +264,6 @@ def test_damaged_caches_are_refused(cache: Path, tmp_path: Path) -> None:
 
 
 def test_missing_diffusers_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    import builtins
-
-    real = builtins.__import__
-
-    def without(name: str, *arguments: Any, **options: Any) -> Any:
-        if name == "diffusers":
-            raise ImportError("No module named 'diffusers'")
-        return real(name, *arguments, **options)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "diffusers", None)
     with pytest.raises(UserError, match=r"anechoic\[diffusion\]"):
         load_vae("somewhere")

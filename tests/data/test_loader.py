@@ -23,12 +23,7 @@ from anechoic.data import Array, Augment, Batch, Loader, Scenes, Subset, loader,
 from anechoic.data.loader import min_side_for, permutation
 from anechoic.errors import UserError
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ANECHOIC_CACHE", str(tmp_path / "kept"))
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
 
 def numbered(count: int) -> Array:

@@ -22,13 +22,7 @@ from anechoic.errors import UserError
 from anechoic.storage.cache import OpenEntry, clear
 from anechoic.storage.safe_io import read_regular
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("ANECHOIC_CACHE", str(tmp_path / "kept"))
-    return tmp_path / "kept"
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
 
 @pytest.fixture
@@ -88,7 +82,7 @@ def test_pixel_cache_decodes_again_only_after_a_change(folder: Path, monkeypatch
 
 
 @pytest.mark.parametrize("part", ["pixels.bin", "table.npz"])
-@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+@pytest.mark.parametrize("damage", ["flip", "remove"])
 def test_damaged_cache_is_made_again(
     folder: Path, own_cache: Path, part: str, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -99,8 +93,6 @@ def test_damaged_cache_is_made_again(
     if damage == "flip":
         data[len(data) // 2] ^= 255
         path.write_bytes(data)
-    elif damage == "cut":
-        path.write_bytes(data[: len(data) // 2])
     else:
         path.unlink()
     kept = with_pixel_cache(source, min_side=16)

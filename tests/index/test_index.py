@@ -32,13 +32,7 @@ from anechoic.index.queries import resolve
 from anechoic.storage.cache import cache_dir, open_entry
 from anechoic.storage.safe_io import read_regular
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    """Other tests have images of the same content."""
-    monkeypatch.setenv("ANECHOIC_CACHE", str(tmp_path / "cache"))
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
 
 @pytest.fixture

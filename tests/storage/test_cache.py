@@ -14,11 +14,7 @@ from anechoic.errors import UserError
 from anechoic.storage import cache
 from anechoic.storage.cache import cache_dir, clear, entries, evict, has_entry, limit, open_entry
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("ANECHOIC_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def key_of(number: int) -> str:
