@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 # Shortcuts and networks
-AlphaMin = float | Literal["auto"]
+Auto = Literal["auto"]
+AlphaMin = float | Auto
 AlphaSchedule = Literal["linear", "constant", "cosine"]
 ShortcutForm = Literal["identity", "branch", "both", "attention", "mlp", "learnable", "plain"]
+ProfileOptimizer = Literal["adamw", "muon", "sgd", "lion"]
 BranchKind = Literal["attention", "mlp"]
 ModelFamily = Literal["vit", "mae", "uvit", "sit", "resnet"]
 Positions = Literal["sincos", "learned"]
@@ -20,7 +22,8 @@ Gelu = Literal["none", "tanh"]
 Stem = Literal["auto", "cifar", "imagenet"]
 
 # Data
-Augmentation = Literal["crop", "pad", "center", "none"]
+Augmentation = Literal["crop", "center", "none"]
+CropKind = Literal["crop", "pad", "center", "none"]
 Resize = Literal["auto", "margin"]
 
 CacheKind = Literal["pixels", "features", "index", "listings", "hashes"]
@@ -31,11 +34,15 @@ LearningRateSchedule = Literal["cosine", "constant"]
 WeightDecayOn = Literal["matrices", "all"]
 Precision = Literal["float32", "bfloat16"]
 Gpu = Literal["t4", "v100", "a10", "a40", "a100", "l40s", "rtx4090", "h100", "h200"]
+Objective = Literal["masked_reconstruction", "supervised", "finetuning", "noise_prediction", "flow_matching"]
+RunState = Literal["running", "stopped", "finished"]
+CheckState = Literal["ok", "note", "problem"]
 Cluster = Literal["slurm", "local"]
 
 # Diffusion
 Process = Literal["vp", "discrete", "flow"]
 Sampler = Literal["dpm-solver", "dpm-solver++", "euler-maruyama", "heun", "euler", "dopri5", "sde"]
+Prediction = Literal["noise", "data"]
 GuidanceForm = Literal["added", "scaled"]
 
 # Evaluation and search
@@ -46,6 +53,7 @@ Scaling = Literal["raw", "centered", "standardized", "whitened"]
 KnnScaling = Literal["raw", "standardized", "whitened"]
 Centering = Literal["columns", "rows", "none"]
 ProbeProtocol = Literal["logistic", "in100", "mae"]
+CheckpointMetric = Literal["probe", "knn"]
 SearchEngine = Literal["torch", "faiss"]
 VerdictWord = Literal["learning", "plateaued", "collapsed", "worse than raw pixels"]
 

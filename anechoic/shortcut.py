@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from anechoic.choices import AlphaMin
 from anechoic.errors import UserError
 
-AlphaMin = float | Literal["auto"]
 Schedule = Callable[..., list[float]]
 
 # The product of all alphas of the paper's best ViT-B (alpha_min 0.6, 24 branches); "auto" aims at it for any depth.
@@ -182,7 +181,6 @@ class Annealing:
             shortcut.alpha = end if part == 1 else 1 + (end - 1) * part
 
 
-Form = Literal["identity", "branch", "both", "attention", "mlp", "learnable", "plain"]
 FORMS: dict[str, str] = {
     "identity": "alpha_k x + f(x): the method",
     "branch": "x + sqrt(0.5) f(x)",

@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from anechoic.choices import KnnScaling, Pooling, ProbeProtocol
+from anechoic.choices import CheckpointMetric, KnnScaling, Pooling, ProbeProtocol
 from anechoic.cli._command import command
 from anechoic.cli._shared import refuse_swapped, skipped_rows, skipped_text
 from anechoic.cli.options import Data, Device, ImageSize, Layers, PathLike, Run, Seed, Test
@@ -466,7 +466,7 @@ def evaluate_checkpoints(
     data: PathLike,
     test: PathLike | None,
     *,
-    metric: Literal["probe", "knn"],
+    metric: CheckpointMetric,
     pooling: Sequence[Pooling],
     figures: Path | None,
     device: str,

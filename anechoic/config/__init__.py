@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
+from anechoic.choices import Algorithm, Augmentation, Auto, LearningRateSchedule, Precision, ShortcutForm, WeightDecayOn
 from anechoic.config.checking import (
     BelowOne,
     Count,
@@ -78,7 +79,7 @@ class DataConfig(Section):
     """per channel, subtracted from values in 0..1 (default: ImageNet's for color, else 0.5)"""
     std: tuple[float, ...] | None = None
     """per channel, divided by (default: ImageNet's for color, else 0.5)"""
-    augment: Literal["crop", "center", "none"] = "crop"
+    augment: Augmentation = "crop"
     """random resized crop, center crop, or a plain resize"""
     scale: tuple[float, float] = (0.2, 1.0)
     """share of the image's area a random crop takes"""
@@ -106,11 +107,11 @@ class ModelConfig(Section):
 
 @dataclass(frozen=True)
 class ShortcutConfig(Section):
-    alpha_min: Annotated[float, Range(1e-30, 1.0)] | Literal["auto"] = 1.0
+    alpha_min: Annotated[float, Range(1e-30, 1.0)] | Auto = 1.0
     """the last branch's alpha; 1 is a plain residual network, auto fits the depth"""
     schedule: str = "linear"
     """how alpha falls from 1 to alpha_min over the branches: linear, cosine or constant"""
-    form: Literal["identity", "branch", "both", "attention", "mlp", "learnable", "plain"] = "identity"
+    form: ShortcutForm = "identity"
     """what is scaled where two branches meet; identity is the method, the others its ablations"""
     anneal: Share = 0.0
     """share of the training over which alpha falls from 1 to its value; 0 has it there from the start"""
@@ -122,9 +123,6 @@ class ObjectiveConfig(Section):
     """what is minimized"""
     options: Options = field(default_factory=dict)
     """options of the objective; they add to the recipe's"""
-
-
-Algorithm = Literal["adamw", "muon"]
 
 
 @dataclass(frozen=True)
@@ -143,7 +141,7 @@ class OptimConfig(Section):
     """peak learning rate (default: base_lr * batch_size / 256)"""
     warmup: Share = 0.05
     """share of the budget over which the learning rate rises from 0"""
-    schedule: Literal["cosine", "constant"] = "cosine"
+    schedule: LearningRateSchedule = "cosine"
     """the learning rate after the warm-up"""
     min_lr: NotNegative = 0.0
     """where the cosine ends"""
@@ -155,7 +153,7 @@ class OptimConfig(Section):
     """of Muon (Nesterov)"""
     weight_decay: NotNegative = 0.05
     """decoupled weight decay"""
-    weight_decay_on: Literal["matrices", "all"] = "matrices"
+    weight_decay_on: WeightDecayOn = "matrices"
     """decay tensors of two or more dimensions, or every parameter"""
     exempt: tuple[str, ...] = ()
     """names of parameters that are not decayed all the same"""
@@ -218,7 +216,7 @@ class Config(Section):
     """share weights, gradients and optimizer out over the processes (FSDP2) instead of keeping all of them in each"""
     threads: Count | None = None
     """threads per process (default: all cores for one process, one each for several)"""
-    precision: Literal["float32", "bfloat16"] | None = None
+    precision: Precision | None = None
     """of the matrix products (default: bfloat16 on accelerators, else float32)"""
     compile: bool = False
     """compile the model with torch.compile"""

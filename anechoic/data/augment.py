@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from anechoic.choices import CropKind, Resize
 from anechoic.data.preprocess import MARGIN, evaluation_side, middle, resize
 from anechoic.errors import UserError
 from anechoic.rng import SampleGenerator
@@ -37,13 +37,13 @@ class Augment:
     flip: mirror half of the visits; by default for crop and pad only.
     """
 
-    kind: Literal["crop", "pad", "center", "none"] = "crop"
+    kind: CropKind = "crop"
     scale: tuple[float, float] = (0.2, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     flip: bool | None = None
     tries: int = 10
     padding: int = 4
-    resize: Literal["auto", "margin"] = "auto"
+    resize: Resize = "auto"
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

@@ -40,8 +40,13 @@ def as_pixels(picture: Any, *, channels: int) -> Tensor:
         raise UserError(
             f"{kind} is no image: give a Pillow image, an array (H, W, C), a tensor (C, H, W), a path or a list."
         )
+    if np.issubdtype(picture.dtype, np.floating) and picture.size and picture.min() >= 0 and picture.max() <= 1:
+        picture = np.round(255 * picture).astype(np.uint8)
     if picture.dtype != np.uint8:
-        raise UserError(f"Pixels are whole numbers 0 .. 255 (uint8), and this array holds {picture.dtype}: convert it.")
+        raise UserError(
+            f"Pixels are whole numbers 0 .. 255 (uint8) or floats 0 .. 1, and this array holds {picture.dtype} from "
+            f"{picture.min(initial=0):g} to {picture.max(initial=0):g}: convert it."
+        )
     pixels = with_axis(picture)
     if pixels.shape[2] != channels and (channels not in (1, 2, 3, 4) or pixels.shape[2] not in (1, 2, 3, 4)):
         raise UserError(f"The network takes images of {channels} channels and this one has {pixels.shape[2]}.")

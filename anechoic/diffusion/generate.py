@@ -13,12 +13,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from anechoic.choices import GuidanceForm
 from anechoic.data.arrays import read_npz
 from anechoic.data.latents import crop_square
 from anechoic.data.preprocess import Preprocess
@@ -51,7 +52,7 @@ class Request:
     steps: int = 50
     order: int = 3
     guidance: float | None = None
-    convention: Literal["added", "scaled"] = "added"
+    convention: GuidanceForm = "added"
     guided_channels: int | None = None
     classes: tuple[int, ...] = ()
     seed: int = 0

@@ -12,18 +12,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from anechoic.choices import GuidanceForm
+from anechoic.choices import Prediction as Form
 from anechoic.diffusion.process import ContinuousVP, DiscreteLatent, LinearFlow, NoisePredicting, Process
 from anechoic.errors import UserError
 from anechoic.rng import SampleGenerator
 
 Denoiser = Callable[[Tensor, Tensor], Tensor]
 StepNoise = Callable[[int], Tensor]
-Form = Literal["noise", "data"]
 
 
 # ---- from a network to a denoiser -----------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ class Guidance:
     """
 
     scale: float
-    convention: Literal["added", "scaled"] = "added"
+    convention: GuidanceForm = "added"
     channels: int | None = None
 
     @property

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from anechoic.choices import CheckpointMetric
 from anechoic.errors import UserError
 from anechoic.eval.correlation import pearson
 from anechoic.eval.encoders import run_encoder
@@ -35,7 +36,7 @@ def dynamics(
     holdout: float = 0.2,
     seed: int = 0,
     pooling: Pooling = "class",
-    metric: Literal["probe", "knn"] = "probe",
+    metric: CheckpointMetric = "probe",
     device: str = "auto",
 ) -> dict[str, list[dict[str, Any]]]:
     """points: a row per run and checkpoint; correlations: a row per `seen` at which every run has a checkpoint.

@@ -115,11 +115,11 @@ def as_source(images: Any, *, channels: int) -> tuple[Source, bool]:
     return Pictures([as_pixels(item, channels=channels) for item in listed], channels=channels), True
 
 
-def load(path: str | Path) -> Any:
-    """A model in eval mode with `.embed(images)` and `.preprocess`: of a run, model or checkpoint directory the network
-    itself, with `.config`; of timm:NAME or transformers:FOLDER an encoder around it (`.model`).
+def load(path: str | Path) -> Network | Encoder:
+    """Return a model in eval mode with `.embed(images)` and `.preprocess`: of a run, model or checkpoint directory the
+    network itself, with `.config`; of timm:NAME or transformers:FOLDER an encoder around it (`.model`).
 
-    Of a run that averages its weights, the averaged ones.
+    Of a run with EMA weights, those.
     """
     if str(path).startswith(("timm:", "hf:", "transformers:")):
         return open_encoder(path)

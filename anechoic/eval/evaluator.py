@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
+from anechoic.choices import AllLayers, ProbeProtocol
 from anechoic.config import Count, Positive, Section, Share, Whole
 from anechoic.data import Source, Subset
 from anechoic.data.split import hold_out_share
@@ -27,7 +28,7 @@ from anechoic.eval.metrics.registry import columns, find_metric
 from anechoic.eval.tensors import exact_device
 from anechoic.runtime.devices import pick_device
 
-Layers = tuple[int, ...] | Literal["all"]
+Layers = tuple[int, ...] | AllLayers
 
 
 # Share of the train samples that `select` holds out.
@@ -48,7 +49,7 @@ class EvalSpec(Section):
     """numbers of neighbors of k-NN; () is 20, or all train samples if there are fewer"""
     temperature: Positive = 0.07
     """a neighbor's vote is exp(similarity / temperature)"""
-    protocol: Literal["logistic", "in100", "mae"] = "logistic"
+    protocol: ProbeProtocol = "logistic"
     """of the linear probe: converged, as the paper on ImageNet-100, or as MAE on ImageNet-1K"""
     epochs: Count | None = None
     """of in100 (200) and mae (90)"""

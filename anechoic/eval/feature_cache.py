@@ -16,12 +16,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from anechoic.choices import AllLayers
 from anechoic.data import Augment, Loader, Source
 from anechoic.data.decoding import decoders
 from anechoic.data.source import digest, readable
@@ -52,7 +53,7 @@ def features_of(
     encoder: Encoder,
     source: Source,
     *,
-    layers: Sequence[int] | Literal["all"] = (-1,),
+    layers: Sequence[int] | AllLayers = (-1,),
     poolings: Sequence[Pooling] | None = None,
     device: str = "auto",
     workers: int = 0,

@@ -7,16 +7,16 @@ than memory can be scaled. Arrays or tensors in, tensors out.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from anechoic.choices import Scaling
 from anechoic.eval.tensors import as_tensor, check_finite
 
-Scaling = Literal["raw", "standardized", "whitened", "centered"]
 SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
 # Directions with less than this share of the largest variance are not blown up.
 FLOOR = 1e-6

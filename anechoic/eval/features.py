@@ -11,19 +11,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from anechoic.choices import AllLayers, Pooling
 from anechoic.errors import UserError
 from anechoic.eval.metrics.rank import effective_rank
 from anechoic.models.packed import FrozenTransformer, count_layers, in_groups, is_served
 from anechoic.models.vit import VisionTransformer
 from anechoic.shortcut import Shortcut
 
-Pooling = Literal["class", "mean", "all"]
 POOLINGS: tuple[Pooling, ...] = ("class", "mean", "all")
 Key = tuple[int, Pooling]
 Rows = dict[Key, dict[str, Any]]
@@ -109,7 +109,7 @@ def poolings_of(model: nn.Module) -> tuple[Pooling, ...]:
     return POOLINGS if prefix_tokens(model) else ("mean",)
 
 
-def choose_layers(layers: Sequence[int] | Literal["all"], *, count: int) -> list[int]:
+def choose_layers(layers: Sequence[int] | AllLayers, *, count: int) -> list[int]:
     """Layer numbers 0 .. count - 1; negative ones count from the end."""
     if layers == "all":
         return list(range(count))
@@ -156,7 +156,7 @@ def extract_batches(
     model: nn.Module,
     batches: Iterable[Tensor],
     *,
-    layers: Sequence[int] | Literal["all"] = (-1,),
+    layers: Sequence[int] | AllLayers = (-1,),
     poolings: Sequence[Pooling] = POOLINGS,
     forward: Callable[[Tensor], object] | None = None,
 ) -> Iterator[dict[Key, Tensor]]:
@@ -186,7 +186,7 @@ def frozen_batches(
     network: VisionTransformer,
     batches: Iterable[Tensor],
     *,
-    layers: Sequence[int] | Literal["all"],
+    layers: Sequence[int] | AllLayers,
     poolings: Sequence[Pooling],
 ) -> Iterator[dict[Key, Tensor]]:
     """`extract_batches` of a transformer of ours on the CPU, by its fast forward."""
@@ -215,7 +215,7 @@ def extract(
     model: nn.Module,
     batches: Iterable[Tensor],
     *,
-    layers: Sequence[int] | Literal["all"] = (-1,),
+    layers: Sequence[int] | AllLayers = (-1,),
     poolings: Sequence[Pooling] = POOLINGS,
     forward: Callable[[Tensor], object] | None = None,
 ) -> dict[Key, np.ndarray]:

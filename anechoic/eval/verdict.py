@@ -10,15 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
+from anechoic.choices import VerdictWord as Word
 from anechoic.data import Source
 from anechoic.errors import NotFiniteError
 from anechoic.eval.encoders import Encoder, RawPixels, seeded
 from anechoic.eval.eval_data import EvalData
 from anechoic.eval.evaluator import EvalSpec, Evaluation, Evaluator
-
-Word = Literal["learning", "plateaued", "collapsed", "worse than raw pixels"]
 
 # Images that are looked at; more would only take longer.
 SAMPLES = 512

@@ -12,12 +12,13 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from anechoic.choices import Vector
 from anechoic.data import Source, Subset
 from anechoic.data.decoding import decoders
 from anechoic.data.source import digest, readable
@@ -33,7 +34,6 @@ from anechoic.storage.files import write_aside
 log = logging.getLogger("anechoic")
 
 # The vector of an image: pooled tokens, or all patches concatenated (flat) and summed into this number of channels.
-Vector = Literal["class", "mean", "all", "flat"]
 FLAT_WIDTH = 512
 # The best search results by labels (results/search-vectors.json, docs/finding.md).
 VECTOR: Vector = "flat"

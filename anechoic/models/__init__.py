@@ -93,7 +93,7 @@ def build(config: NetworkConfig) -> Network:
     return FAMILIES[family_of(config)][1](config)
 
 
-def build_model(name: str, **options: Any) -> Any:
+def build_model(name: str, **options: Any) -> Network:
     """Return a freshly initialized network by name: build_model("mae_base_patch16", alpha_min=0.6).
 
     Common options: alpha_min (number or "auto"; 1 is plain), schedule, form, image_size (a number, or height and

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from anechoic.choices import Gelu
 from anechoic.errors import UserError
 from anechoic.models import fused
 from anechoic.models.network import check_grid
@@ -168,7 +169,6 @@ class Attention(nn.Module):
 
 
 # Exact, or approximated by a tanh: the two that are in use differ by up to 5e-4.
-Gelu = Literal["none", "tanh"]
 
 
 class Mlp(nn.Module):

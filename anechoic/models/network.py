@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from anechoic.choices import ShortcutForm
 from anechoic.errors import UserError
 from anechoic.shortcut import (
     AlphaMin,
-    Form,
     Shortcut,
     Stream,
     resolve_alpha_min,
@@ -39,7 +39,7 @@ class NetworkConfig:
     in_channels: int = 3
     alpha_min: AlphaMin = 1.0
     schedule: str | tuple[float, ...] = "linear"
-    form: Form = "identity"
+    form: ShortcutForm = "identity"
     zero_init: bool | None = False
 
     def __post_init__(self) -> None:

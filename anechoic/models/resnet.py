@@ -7,12 +7,12 @@ Legend: B batch, C channels.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from anechoic.choices import Stem
 from anechoic.errors import UserError
 from anechoic.models.layers import check_images, zero_branch_outputs
 from anechoic.models.network import Network, NetworkConfig
@@ -27,7 +27,7 @@ class ResNetConfig(NetworkConfig):
     num_blocks: int = 8
     width: int = 64
     num_classes: int = 1000
-    stem: Literal["auto", "cifar", "imagenet"] = "auto"
+    stem: Stem = "auto"
 
     def __post_init__(self) -> None:
         if not 8 <= self.num_blocks <= 16:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from anechoic.choices import HeadPooling, Positions
 from anechoic.errors import UserError
 from anechoic.models.layers import (
     Block,
@@ -46,11 +47,11 @@ class ViTConfig(TransformerConfig):
 
     qkv_bias: bool = True
     gelu: Gelu = "none"
-    positions: Literal["sincos", "learned"] = "sincos"
+    positions: Positions = "sincos"
     position_scale: float = 1.0
     norm: bool = True
     num_classes: int = 0
-    pool: Literal["class", "mean"] = "class"
+    pool: HeadPooling = "class"
     drop_path: float = 0.0
 
     def __post_init__(self) -> None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
+from anechoic.choices import AlphaMin
 from anechoic.config import (
     Algorithm,
     Config,
@@ -26,7 +27,7 @@ from anechoic.errors import UserError
 # the paper gained after 98,000; half of that is, by order of magnitude, where the benefit of the doubt changes sides.
 CROSSOVER_UPDATES: dict[Algorithm, int] = {"adamw": 50_000, "muon": 16_000}
 # With Muon what was measured, which at the paper's depth is also its best; with AdamW the decay that fits the depth.
-LONG_ALPHA_MIN: dict[Algorithm, float | Literal["auto"]] = {"adamw": "auto", "muon": 0.6}
+LONG_ALPHA_MIN: dict[Algorithm, AlphaMin] = {"adamw": "auto", "muon": 0.6}
 # Pixels of images smaller than this tell their class nearly by themselves: an echo of them is worth keeping.
 SMALLEST_SIDE_TO_DECAY = 16
 # A masked autoencoder keeps learning for hundreds of epochs; a processor gets as much of it as fits an afternoon.
@@ -81,7 +82,7 @@ def pretrain_config(
     batch_size: int | None = None,
     algorithm: Algorithm | None = None,
     lr: float | None = None,
-    alpha_min: float | Literal["auto"] | None = None,
+    alpha_min: AlphaMin | None = None,
     seed: int = 0,
     devices: int | None = None,
 ) -> Config:
@@ -135,7 +136,7 @@ def choose_pocket_lr(algorithm: Algorithm, *, batch_size: int, samples: int) -> 
     return float(f"{8e-3 * min(1.0, math.sqrt(100_000 / samples)):.2g}")
 
 
-def choose_alpha_min(updates: int, *, algorithm: Algorithm, image_size: int, skips: bool) -> float | Literal["auto"]:
+def choose_alpha_min(updates: int, *, algorithm: Algorithm, image_size: int, skips: bool) -> AlphaMin:
     """Decayed shortcuts for long runs on images worth abstracting from, plain ones otherwise.
 
     Without skips to the decoder the deepest layer has to remember the image, and decay is never right.

@@ -14,11 +14,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from anechoic.choices import Cluster
 from anechoic.errors import UserError
 
-Cluster = Literal["slurm", "local"]
 # Seconds a training gets to save when its job is about to end; Slurm is asked to warn that long before.
 PATIENCE = 300
 # How often a job may run out of its time and be put in line again: as often as it takes.

@@ -10,13 +10,14 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from fastapi import FastAPI, File, Form, Query, Request, UploadFile
 from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BaseModel, Field
 
 from anechoic import __version__
+from anechoic.choices import Pooling, VerdictWord
 from anechoic.errors import UserError
 from anechoic.server.control import Control, State
 from anechoic.server.inference import Studio
@@ -24,7 +25,6 @@ from anechoic.server.middleware import Guard, Limits, Refusal
 from anechoic.server.page import live_page, report_of, status_of, verdict_on
 from anechoic.server.worker import Busy, Worker
 
-Pooling = Literal["class", "mean", "all"]
 Upload = Annotated[UploadFile, File(description="an image file: JPEG, PNG, WebP, GIF, BMP or TIFF")]
 # Later than this a report is not waited for.
 REPORT_SECONDS = 600.0
@@ -110,7 +110,7 @@ class Status(BaseModel):
 class Judgment(BaseModel):
     """html: the same for the page."""
 
-    word: Literal["learning", "plateaued", "collapsed", "worse than raw pixels"]
+    word: VerdictWord
     reasons: list[str]
     advice: list[str]
     html: str

@@ -8,14 +8,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
 
+from anechoic.choices import RunState as State
 from anechoic.errors import UserError
 from anechoic.runtime.run import holder
 from anechoic.runtime.subprocesses import Subprocesses
 
 LOG = "resumed.log"
-State = Literal["running", "stopped", "finished"]
 
 
 class Control:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
 
 from torch import nn
 
 from anechoic.adapters.blocks import Found
+from anechoic.choices import BranchKind
 from anechoic.errors import UserError, nearest_name
 from anechoic.models.layers import zero_branch_outputs
 from anechoic.models.network import Network
@@ -24,7 +24,7 @@ def decay(
     alpha_min: AlphaMin = 0.6,
     *,
     schedule: str | Sequence[float] = "linear",
-    only: Literal["attention", "mlp"] | None = None,
+    only: BranchKind | None = None,
     preserve: bool = False,
     zero_init: bool | None = None,
 ) -> nn.Module:

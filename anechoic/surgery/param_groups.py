@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from anechoic.adapters import blocks
+from anechoic.choices import ProfileOptimizer as GroupsFor
 from anechoic.errors import UserError, nearest_name
 from anechoic.shortcut import AlphaMin, Concatenate, Read, shortcut_factors
 from anechoic.surgery.algebra import edits
 from anechoic.surgery.streams import check_network, join_streams
 
-GroupsFor = Literal["adamw", "muon", "sgd", "lion"]
 ALGORITHMS = ("adamw", "muon", "sgd", "lion")
 # Modules whose matrices Muon does not move: they embed or read out.
 NOT_MUON = ("embed", "head", "classifier", "position", "cls_token", "mask_token", "register")

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from anechoic.choices import ProbeProtocol
 from anechoic.config import Config, Count, Section, Share, Whole, from_json, from_mapping, to_json
 from anechoic.errors import NotFiniteError, UserError
 from anechoic.outcome import SCHEMA, commit, machine
@@ -55,7 +56,7 @@ class EvalPlan(Section):
     """measure k-NN and probe on held-out training images too: settings are chosen by those"""
     probe: bool = True
     """fit a logistic regression to the last layer's tokens"""
-    protocol: Literal["logistic", "in100", "mae"] = "logistic"
+    protocol: ProbeProtocol = "logistic"
     """how the probe is fitted: converged, as the paper does on ImageNet-100, or as MAE does on ImageNet-1K"""
     pictures: bool = False
     """keep a map of the features, colors of patches and reconstructions; for embedded data only"""

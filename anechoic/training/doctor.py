@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from anechoic.choices import CheckState
 from anechoic.errors import UserError
 from anechoic.outcome import package_version
 from anechoic.storage.files import NEW, OLD, WAS
@@ -32,7 +33,7 @@ class Finding:
     """state: ok; note, which may cost time or comfort; problem, which makes runs fail."""
 
     what: str
-    state: Literal["ok", "note", "problem"]
+    state: CheckState
     found: str
     remedy: str = ""
 

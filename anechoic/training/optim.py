@@ -8,16 +8,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from anechoic.choices import LearningRateSchedule, WeightDecayOn
 from anechoic.config import Algorithm
 from anechoic.errors import UserError
 from anechoic.runtime.fsdp import full_tensor
 
-WeightDecayOn = Literal["matrices", "all"]
 FIRST_LAYER = ("class_token", "positions", "patch_embed")
 BLOCK = re.compile(r"(?:^|\.)blocks\.(\d+)\.")
 # Of encoders, decoders, in and out, in the middle, and what feeds a decoder.
@@ -104,7 +104,7 @@ def match_scales(
 
 
 def learning_rate(
-    seen: int, *, samples: int, lr: float, warmup: float, schedule: Literal["cosine", "constant"], min_lr: float = 0.0
+    seen: int, *, samples: int, lr: float, warmup: float, schedule: LearningRateSchedule, min_lr: float = 0.0
 ) -> float:
     """Rises linearly from 0 to lr over the first warmup * samples, then falls to min_lr as half a cosine, or stays."""
     rising = warmup * samples

@@ -12,10 +12,11 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from anechoic.choices import HeadPooling
 from anechoic.config import IMAGENET_MEAN, IMAGENET_STD
 from anechoic.data.preprocess import Preprocess
 from anechoic.errors import UserError
@@ -89,7 +90,7 @@ def image_flops() -> float:
     return 2.0 * patches * 3 * 16 * 16 * dim + MODEL["depth"] * block_flops(1 + patches, dim, 4.0)
 
 
-def embedder(world: object, listing: str, workers: int, pooling: Literal["class", "mean"]) -> Callable[[], object]:
+def embedder(world: object, listing: str, workers: int, pooling: HeadPooling) -> Callable[[], object]:
     """What `anechoic embed` does once its model is open, each time with an empty cache."""
     import torch
 

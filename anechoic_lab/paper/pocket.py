@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
+from anechoic.choices import AlphaMin, ShortcutForm
 from anechoic.config import (
     Config,
     DataConfig,
@@ -25,7 +26,6 @@ from anechoic.config import (
 )
 from anechoic.recipes import recipe
 from anechoic.recipes.pocket import MODEL
-from anechoic.shortcut import Form
 from anechoic.sweeps.trial import EvalPlan
 from anechoic_lab.grids import Grid, Row, Variant
 
@@ -41,13 +41,13 @@ PAIR = (1.0, 0.6)
 
 
 def mae(
-    alpha_min: float | Literal["auto"] = 1.0,
+    alpha_min: AlphaMin = 1.0,
     *,
     samples: int = SAMPLES,
     batch: int = 128,
     lr: float = 1e-3,
     source: str = TRAIN,
-    form: Form = "identity",
+    form: ShortcutForm = "identity",
     schedule: str = "linear",
     anneal: float = 0.0,
     constant_lr: bool = False,

@@ -64,6 +64,7 @@ def test_every_kind_of_image_gives_the_same_vectors(place, model, expected):
         "Pillow": pictures,
         "arrays": arrays,
         "tensors": [torch.from_numpy(array.copy()).permute(2, 0, 1) for array in arrays],
+        "float tensors": [torch.from_numpy(array.copy()).permute(2, 0, 1) / 255 for array in arrays],
     }
     for name, images in kinds.items():
         np.testing.assert_allclose(model.embed(images), expected, atol=1e-6, err_msg=name)
@@ -90,7 +91,7 @@ def test_vectors_are_an_array_with_names(expected):
 
 def test_what_is_no_image_is_refused(place, model):
     for wrong, words in (
-        (np.zeros((4, 4), np.float32), "float32: convert it"),
+        (np.full((4, 4), 7, np.float32), "float32 from 7 to 7: convert it"),
         (np.zeros((4, 4, 7), np.uint8), "takes images of 3 channels and this one has 7"),
         (5, "int is no image"),
         ([], "no image in the list"),

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from anechoic.choices import Centering as Center
 from anechoic.errors import UserError
 from anechoic.eval.tensors import as_matrix, as_tensor
 
 if TYPE_CHECKING:
     from anechoic.eval.evaluator import Subject
     from anechoic.eval.features import Rows
-
-Center = Literal["columns", "rows", "none"]
 
 
 def rank_metric(subject: Subject) -> Rows:
