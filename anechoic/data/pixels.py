@@ -44,8 +44,8 @@ def as_pixels(picture: Any, *, channels: int) -> Tensor:
         picture = np.round(255 * picture).astype(np.uint8)
     if picture.dtype != np.uint8:
         raise UserError(
-            f"Pixels are whole numbers 0 .. 255 (uint8) or floats 0 .. 1, and this array holds {picture.dtype} from "
-            f"{picture.min(initial=0):g} to {picture.max(initial=0):g}: convert it."
+            f"Pixels are whole numbers 0 .. 255 (uint8) or floats 0 .. 1, and this array holds {picture.dtype} up to "
+            f"{picture.max(initial=0):g}: convert it."
         )
     pixels = with_axis(picture)
     if pixels.shape[2] != channels and (channels not in (1, 2, 3, 4) or pixels.shape[2] not in (1, 2, 3, 4)):

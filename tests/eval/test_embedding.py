@@ -91,7 +91,7 @@ def test_vectors_are_an_array_with_names(expected):
 
 def test_what_is_no_image_is_refused(place, model):
     for wrong, words in (
-        (np.full((4, 4), 7, np.float32), "float32 from 7 to 7: convert it"),
+        (np.full((4, 4), 7, np.float32), "float32 up to 7: convert it"),
         (np.zeros((4, 4, 7), np.uint8), "takes images of 3 channels and this one has 7"),
         (5, "int is no image"),
         ([], "no image in the list"),
