@@ -6,7 +6,7 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from anechoic.choices import Algorithm, AlphaMin
 from anechoic.cli._command import training_command
@@ -14,6 +14,9 @@ from anechoic.cli.options import Data, Devices, DryRun, ImageSize, Out, PathLike
 from anechoic.cli.train import train_config
 from anechoic.config import Config, Options, budget, default_holdout
 from anechoic.outcome import Outcome
+
+if TYPE_CHECKING:
+    from anechoic.data import Source
 
 
 @training_command
@@ -60,8 +63,9 @@ def pretrain(
         verbose: show every setting before it starts.
     """
     out = Path(out)
-    config, size = pretrain_config_for(
+    config, source = pretrain_config_for(
         str(data),
+        labels=knn > 0,
         image_size=image_size,
         channels=channels,
         model=model,
@@ -80,9 +84,11 @@ def pretrain(
         validation=replace(config.validation, knn=knn),
         data=replace(config.data, workers=workers),
     )
-    check_and_introduce(config, out, size=size, sized=model is None, chosen=alpha_min is None, dry_run=dry_run)
-    found = train_config(config, out, dry_run=dry_run, brief=not verbose)
-    return found if dry_run else with_verdict(found, out)
+    check_and_introduce(config, out, size=len(source), sized=model is None, chosen=alpha_min is None, dry_run=dry_run)
+    # The size of scenes depends on the config, so they are drawn again.
+    opened = None if str(data).startswith("scenes") else source
+    found = train_config(config, out, dry_run=dry_run, brief=not verbose, source=opened)
+    return found if dry_run else with_verdict(found, out, opened)
 
 
 def check_and_introduce(config: Config, out: Path, *, size: int, sized: bool, chosen: bool, dry_run: bool) -> None:
@@ -123,7 +129,7 @@ def introduction(config: Config, *, size: int, sized: bool) -> list[str]:
     ]
 
 
-def with_verdict(trained: Outcome, out: Path) -> Outcome:
+def with_verdict(trained: Outcome, out: Path, source: Source | None) -> Outcome:
     """Return the outcome of a training with the verdict on it, and the command for its page."""
     from anechoic.errors import UserError
     from anechoic.pages.runs import encoder_of, judge, open_run
@@ -131,7 +137,7 @@ def with_verdict(trained: Outcome, out: Path) -> Outcome:
     command = f"The whole report: anechoic report {shlex.quote(str(out))}"
     try:
         run = open_run(out)
-        verdict = judge(run, encoder_of(run), seed=run.config.seed)
+        verdict = judge(run, encoder_of(run), source=source, seed=run.config.seed)
     except UserError as problem:
         return replace(trained, text=f"{trained.text}\nThere is no verdict: {problem}\n{command}")
     metrics = {**trained.metrics, "verdict": verdict.to_json()}
@@ -152,15 +158,15 @@ def alpha_min_reason(config: Config) -> str:
     return f"alpha_min {alpha_min}, shortcuts decay with depth: the run has {long:,} updates or more."
 
 
-def pretrain_config_for(data: str, **choices: Any) -> tuple[Config, int]:
-    """Return the config that `pretrain` would train for this data on this machine, and the number of images."""
+def pretrain_config_for(data: str, *, labels: bool = False, **choices: Any) -> tuple[Config, Source]:
+    """Return the config that `pretrain` would train for this data on this machine, and the opened data."""
     import torch
 
     from anechoic.data import open_source
     from anechoic.recipes.pretrain import pretrain_config
     from anechoic.runtime.devices import accelerators
 
-    source = open_source(data, channels=choices["channels"])
+    source = open_source(data, labels=labels, channels=choices["channels"])
     sides = [
         min(image.shape[1:])
         for image in source.read_many(range(min(9, len(source))))
@@ -168,4 +174,4 @@ def pretrain_config_for(data: str, **choices: Any) -> tuple[Config, int]:
     ]
     side = sorted(sides)[len(sides) // 2] if sides else 64
     config = pretrain_config(data, size=len(source), side=side, accelerators=accelerators(), **choices)
-    return config, len(source)
+    return config, source

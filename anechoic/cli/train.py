@@ -17,6 +17,8 @@ from anechoic.recipes import recipe as recipe_by_name
 from anechoic.recipes import table
 
 if TYPE_CHECKING:
+    from anechoic.data import Source
+
     Recipe = Config | str
 else:
     # One sub-command per recipe, whose flags are the settings of its config.
@@ -60,8 +62,10 @@ def with_recipe_options(config: Config) -> Config:
     )
 
 
-def train_config(config: Config, out: Path, *, dry_run: bool, brief: bool = False) -> Outcome:
-    """Check the config and train it, or only print it."""
+def train_config(
+    config: Config, out: Path, *, dry_run: bool, brief: bool = False, source: Source | None = None
+) -> Outcome:
+    """Check the config and train it, or only print it. source: its data, if it is open already."""
     from anechoic.training.build import check
     from anechoic.training.loop import fit
 
@@ -69,7 +73,7 @@ def train_config(config: Config, out: Path, *, dry_run: bool, brief: bool = Fals
     if dry_run:
         return Outcome(config=to_json(config), metrics={}, seed=config.seed, text=json.dumps(to_json(config), indent=2))
     before = (out / "results.json").exists()
-    results = fit(config, out, verbose=True, brief=brief)
+    results = fit(config, out, verbose=True, brief=brief, source=source)
     metrics = results["metrics"]
     text = f"{out} {'was finished before' if before else 'is trained'}: {metrics['seen']:,} samples seen"
     text += f", loss {metrics['loss']:.4f}"

@@ -176,20 +176,19 @@ def find_decoder(request: Request, model: Any, config: dict[str, Any], device: t
 
 def generate(request: Request, *, devices: int = 1, progress: bool = True) -> Images:
     """Make the images 0 .. num - 1 of the request's seed, in one or several processes."""
-    refuse_impossible(request)
+    model, config = open_checked(request)
     if devices == 1:
-        return _generate_part(request, progress=progress)
+        return _generate_part(request, (model, config), progress=progress)
     if devices < 1 or devices > request.num:
         raise UserError(f"{request.num} images can be made by 1 to {request.num} processes, not {devices}.")
     check_devices(devices)
     with tempfile.TemporaryDirectory() as folder:
         receipt = launch(_generate_into, request, folder, progress, devices=devices)
         parts = [torch.from_numpy(np.load(Path(folder) / f"{rank}.npy")) for rank in range(devices)]
-    model, _ = open_denoiser(Path(request.run), untrained=request.untrained)
     return Images(torch.cat(parts), find_labels(request, model), receipt)
 
 
-def refuse_impossible(request: Request) -> None:
+def open_checked(request: Request) -> tuple[Any, dict[str, Any]]:
     """All of a request that can be checked is, before any process starts or any network is evaluated."""
     if request.num < 1 or request.batch_size < 1:
         raise UserError("--num and --batch-size must be at least 1.")
@@ -199,21 +198,32 @@ def refuse_impossible(request: Request) -> None:
     check_sampler(name, process=process, steps=request.steps, order=request.order)
     find_labels(request, model)
     find_guidance(request, model)
+    return model, config
 
 
 def _generate_into(request: Request, folder: str, progress: bool) -> dict[str, Any]:
     """Runs in each of several processes: its share of the images goes to a file, the first one's receipt back."""
     torch.set_num_threads(1)
     with join() as world:
-        part = _generate_part(request, rank=world.rank, world_size=world.size, progress=progress and world.is_rank_zero)
+        opened = open_denoiser(Path(request.run), untrained=request.untrained)
+        part = _generate_part(
+            request, opened, rank=world.rank, world_size=world.size, progress=progress and world.is_rank_zero
+        )
     np.save(Path(folder) / f"{world.rank}.npy", part.pixels.numpy())
     return part.receipt
 
 
-def _generate_part(request: Request, *, rank: int = 0, world_size: int = 1, progress: bool = False) -> Images:
+def _generate_part(
+    request: Request,
+    opened: tuple[Any, dict[str, Any]],
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    progress: bool = False,
+) -> Images:
     """This process's contiguous share of the images."""
     device = current_device()
-    model, config = open_denoiser(Path(request.run), untrained=request.untrained)
+    model, config = opened
     weights = hash_tensors(model.state_dict())
     model = model.to(device)
     process = find_process(model, config, asked=request.process)

@@ -140,9 +140,9 @@ def images_for(run: RunOnDisk, data: str | None) -> EvalData:
     return open_maybe_labeled(where, channels=run.config.data.channels)
 
 
-def held_out_of(run: RunOnDisk) -> Source:
+def held_out_of(run: RunOnDisk, source: Source | None = None) -> Source:
     """The images the run was never trained on."""
-    source = open_data(run.config)
+    source = open_data(run.config) if source is None else source
     if not source.has_fingerprint(run.config.data.fingerprint or ""):
         raise UserError(f"The data of {run.path}, {run.config.data.source}, is not what it was trained on.")
     if not run.config.data.holdout:
@@ -150,10 +150,18 @@ def held_out_of(run: RunOnDisk) -> Source:
     return Subset(source, hold_out(len(source), run.config.data.holdout, group=source.group_size)[1])
 
 
-def judge(run: RunOnDisk, encoder: Encoder, *, data: str | None = None, device: str = "auto", seed: int = 0) -> Verdict:
+def judge(
+    run: RunOnDisk,
+    encoder: Encoder,
+    *,
+    data: str | None = None,
+    source: Source | None = None,
+    device: str = "auto",
+    seed: int = 0,
+) -> Verdict:
     """The verdict on images held out of the training, or, where there are none any more, on those given."""
     try:
-        source = held_out_of(run)
+        source = held_out_of(run, source)
     except UserError:
         if data is None:
             raise

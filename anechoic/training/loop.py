@@ -81,11 +81,14 @@ class DivergedError(UserError):
 # ---- the loop
 
 
-def fit(config: Config, run_dir: str | Path, *, verbose: bool = False, brief: bool = False) -> dict[str, Any]:
+def fit(
+    config: Config, run_dir: str | Path, *, verbose: bool = False, brief: bool = False, source: Source | None = None
+) -> dict[str, Any]:
     """Train what the config says in run_dir, or go on with it, and return the content of its results.json.
 
     A finished run returns its results at once. After SIGTERM or Ctrl-C it saves, then raises InterruptedRun. verbose
     shows the frozen config (brief: one line of it) and the progress on the standard error stream.
+    source: the data of the config, if it is open already; other processes open it again.
     """
     run_dir = Path(run_dir)
     devices = number_of_processes(config, run_dir)
@@ -101,7 +104,7 @@ def fit(config: Config, run_dir: str | Path, *, verbose: bool = False, brief: bo
         opened: list[Run] = []
         broadcast(world, lambda: opened.append(stack.enter_context(Run(run_dir))))
         run = opened[0] if opened else None
-        source = open_data(config)
+        source = open_data(config) if source is None else source
         config = from_json(broadcast(world, lambda: to_json(resolve_config(config, run, source, world))))
         results = broadcast(world, lambda: finished(run, config) if run else None)
         if results is not None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from zoo import make
 
 from anechoic.cli.main import main
 from anechoic.data import open_source
@@ -154,6 +155,33 @@ def test_segment_on_camvid(cifar, shared_data, tmp_path):
         assert 0 < row["hungarian"]["miou"] < 1
         assert row["greedy"]["accuracy"] >= row["hungarian"]["accuracy"]
     assert (tmp_path / "eigenvectors.svg").exists()
+
+
+def test_what_is_reported_is_chosen_on_held_out_training_data(tmp_path, monkeypatch):
+    """The best layer of the training data is not the best of the test data, whose maximum must not be reported."""
+    from anechoic.eval.metrics.registry import METRICS, Metric
+
+    def accuracy(subject):
+        testing = len(subject.train.ids) == 80
+        better, worse = (0.9, 0.6) if testing else (0.5, 0.7)
+        return {key: {"fake": better if key[0] else worse} for key in subject.sets}
+
+    metric = Metric(accuracy, "an accuracy", needs=("labels", "train split"), share=True)
+    monkeypatch.setitem(METRICS, "fake", metric)
+    model = make("vit", in_channels=1)
+    folder = write_model(tmp_path / "model", model.state_dict(), model_card(model, Preprocess((0.5,), (0.5,), 16, 1)))
+    pixels = np.random.default_rng(0).integers(0, 256, (100, 16, 16), dtype=np.uint8)
+    np.savez(tmp_path / "data.npz", images=pixels, labels=np.arange(100) % 4)
+    found = answer(
+        *("evaluate", folder, tmp_path / "data.npz", "--metrics", "fake", "knn", "--layers", 0, 1, "--no-baselines")
+    )
+    assert found["fake"] == 0.6
+    assert found["chosen"]["fake"]["layer"] == 0
+    assert found["chosen"]["fake"]["test_maximum"] == 0.9
+    chosen = found["chosen"]["knn"]
+    row = next(row for row in found["rows"] if (row["layer"], row["pooling"]) == (chosen["layer"], chosen["pooling"]))
+    assert found["knn"] == row["knn_by_k"][str(chosen["k"])]
+    assert (found["train_samples"], found["test_samples"]) == (80, 20)
 
 
 # ---- embedding
