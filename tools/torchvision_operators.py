@@ -1,13 +1,15 @@
-"""Lets torchvision be imported beside a torch it was not built for, such as the CPU build that constraints.txt pins.
+"""Let torchvision be imported beside a torch it was not built for, such as a CPU build of torch.
 
-Its compiled operators then fail to load, and its import stops at the first one it decorates. `make install` puts this
-module into the virtual environment's start-up, where it declares those operators just before torchvision is imported.
-Development only: nothing in the package knows of it, and a matching pair of builds never needs it.
+Its compiled operators then fail to load, and its import stops at the first one it decorates. `make install` runs this
+file: if torchvision cannot be imported, the module is added to the start-up of the virtual environment and declares
+those operators just before torchvision is imported. A matching pair of builds is left alone: declaring its operators
+twice aborts the interpreter. Development only; the package does not use it.
 """
 
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 import sysconfig
 from importlib.abc import MetaPathFinder
@@ -17,11 +19,11 @@ SIGNATURES = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
-libraries = []  # torch forgets a declaration when its Library object is collected
+libraries = []  # torch drops a declaration when its Library object is collected
 
 
 class DeclareOperators(MetaPathFinder):
-    """Finds nothing itself: it only acts when torchvision is about to be looked up, once."""
+    """Declare the operators when torchvision is about to be found; find nothing itself."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
         if fullname != "torchvision":
@@ -37,10 +39,13 @@ class DeclareOperators(MetaPathFinder):
 
 
 def install() -> None:
-    """Copy this module into the running environment and have every interpreter of it load the finder at its start."""
+    """Load the finder at the start of every interpreter of this environment if torchvision cannot be imported."""
     folder = Path(sysconfig.get_paths()["purelib"])
-    shutil.copy(__file__, folder / Path(__file__).name)
-    (folder / "torchvision_operators.pth").write_text("import torchvision_operators\n")
+    start = folder / "torchvision_operators.pth"
+    start.unlink(missing_ok=True)
+    if subprocess.run([sys.executable, "-c", "import torchvision"], capture_output=True).returncode:
+        shutil.copy(__file__, folder / Path(__file__).name)
+        start.write_text("import torchvision_operators\n")
 
 
 if __name__ == "__main__":
