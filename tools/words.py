@@ -14,7 +14,15 @@ from pathlib import Path
 # ruff: noqa: E501
 ROOT = Path(__file__).resolve().parents[1]
 SUFFIXES = {".py", ".md", ".toml", ".yml", ".ipynb", ".js", ".html", ".css", ""}
-EXEMPT = ("results/", "tests/fuzz/corpus/", "tools/words.py", "LICENSE", "anechoic/data/emoji_sheets/", ".git")
+EXEMPT = (
+    "results/",
+    "tests/fuzz/corpus/",
+    "tests/test_tools.py",
+    "tools/words.py",
+    "LICENSE",
+    "anechoic/data/emoji_sheets/",
+    ".git",
+)
 BRITISH_IZE = (
     "standard|normal|initial|orthogonal|summar|local|minim|maxim|recogn|optim|regular|symmetr|raster|random|serial|organ"
     "|general|vector|quant|real|util|parallel|memor|priorit|penal|neutral|final|visual|character|custom|token|factor"
