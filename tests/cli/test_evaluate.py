@@ -121,7 +121,6 @@ def test_evaluate_a_run_trained_on_digits(digits_run, tmp_path):
     assert drawn == {f"{kind}.{suffix}" for kind in kinds for suffix in ("png", "svg")}
 
 
-@pytest.mark.slow
 def test_evaluate_a_run_trained_on_parquet(cifar):
     parts = (cifar / "train.parquet", "--test", cifar / "test.parquet", "--metrics")
     found = answer("evaluate", cifar / "run", *parts, "knn", "--k", 10)
@@ -132,7 +131,6 @@ def test_evaluate_a_run_trained_on_parquet(cifar):
     assert {row["encoder"] for row in rows} == {"run", "untrained", "raw pixels", "constant"}
 
 
-@pytest.mark.slow
 def test_segment_on_camvid(cifar, shared_data, tmp_path):
     found = answer(
         *("evaluate", cifar / "run", shared_data / "camvid" / "val", "--metrics", "segment", "--void", 11),
@@ -187,7 +185,6 @@ def test_what_is_reported_is_chosen_on_held_out_training_data(tmp_path, monkeypa
 # ---- embedding
 
 
-@pytest.mark.slow
 def test_embedding_to_every_format(digits_run, tmp_path):
     for suffix in ("npz", "parquet", "csv"):
         found = answer("embed", digits_run, "digits:test", "-o", tmp_path / f"out.{suffix}", "--layer", 1)
@@ -209,7 +206,6 @@ def test_embedding_to_every_format(digits_run, tmp_path):
     assert np.array_equal(np.array([row[1:] for row in rows], dtype=np.float32), packed["features"])
 
 
-@pytest.mark.slow
 def test_embeddings_repeat_and_are_kept_by_content(digits_run, tmp_path, monkeypatch):
     monkeypatch.setenv("ANECHOIC_CACHE", str(tmp_path))
     encoder, source = open_encoder(digits_run), open_source("digits:test", channels=1)
@@ -232,7 +228,6 @@ def test_embeddings_repeat_and_are_kept_by_content(digits_run, tmp_path, monkeyp
     assert len(list((tmp_path / "features").glob("*/"))) == 2
 
 
-@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_costs_only_time(digits_run, tmp_path, monkeypatch):
     source = open_source("digits:test", channels=1)
     expected = feature_cache.features_of(open_encoder(digits_run), source)
@@ -253,7 +248,6 @@ def flip_a_byte(path):
     path.write_bytes(bytes(data))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage",
     [
@@ -282,7 +276,6 @@ def test_damaged_features_are_computed_anew(digits_run, tmp_path, monkeypatch, n
     assert not (file.parent / "pass").exists()
 
 
-@pytest.mark.slow
 def test_features_for_which_there_is_no_room_are_held_in_memory(digits_run, tmp_path, monkeypatch):
     """The room of a table is taken before it is written to, so a full disk is told instead of ending the process."""
     source = open_source("digits:test", channels=1)
@@ -299,7 +292,6 @@ def test_features_for_which_there_is_no_room_are_held_in_memory(digits_run, tmp_
     assert not list(tmp_path.rglob("*.npy"))
 
 
-@pytest.mark.slow
 def test_unreadable_images_are_left_out_and_counted(digits_run, tmp_path):
     for i in range(12):
         Image.fromarray(np.full((8, 8), 20 * i, dtype=np.uint8)).save(tmp_path / f"{i:02d}.png")
@@ -336,7 +328,6 @@ def vit_mae_folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
 def test_a_transformers_masked_autoencoder_is_read_without_masking(vit_mae_folder):
     encoder = open_encoder(f"transformers:{vit_mae_folder}")
     images = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -353,7 +344,6 @@ def test_a_transformers_masked_autoencoder_is_read_without_masking(vit_mae_folde
     assert encoder.widths == [24] * 4  # embedding, two blocks, final norm
 
 
-@pytest.mark.slow
 def test_analyze_a_transformers_model(vit_mae_folder):
     first, second = (
         answer("evaluate", f"transformers:{vit_mae_folder}", "scenes:test:40", "--metrics", *LAYERS) for _ in range(2)
@@ -375,7 +365,6 @@ def test_timm_models(tmp_path):
     assert [baseline.name for baseline in baselines(encoder)] == ["untrained", "raw pixels", "constant"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "image_size"),
     [("hf", 8), ("hf", 32), ("timm:test_vit", 80), ("timm:test_vit", 320), ("timm:resnet18", 32)],
@@ -389,7 +378,6 @@ def test_encoders_of_other_libraries_take_images_of_another_side(vit_mae_folder,
         assert torch.isfinite(network(images)).all()
 
 
-@pytest.mark.slow
 def test_a_side_that_cuts_patches_is_refused_in_a_sentence():
     with pytest.raises(UserError, match=r"takes no images of 13 pixels.*--image-size"):
         open_encoder("timm:test_vit:random", image_size=13)
@@ -398,7 +386,6 @@ def test_a_side_that_cuts_patches_is_refused_in_a_sentence():
 # ---- denoisers
 
 
-@pytest.mark.slow
 def test_a_denoiser_is_probed_at_noise_levels(tmp_path):
     from dataclasses import replace
 
@@ -425,7 +412,6 @@ def test_a_denoiser_is_probed_at_noise_levels(tmp_path):
 # ---- dynamics
 
 
-@pytest.mark.slow
 def test_dynamics_over_checkpoints(tmp_path):
     runs = []
     for alpha_min in (0.6, 0.8, 1.0):
@@ -446,7 +432,6 @@ def test_dynamics_over_checkpoints(tmp_path):
         dynamics.dynamics([tmp_path / "empty"], train="digits:test")
 
 
-@pytest.mark.slow
 def test_correlations_only_where_all_runs_are():
     def point(run, seen, entropy, accuracy):
         return {"run": run, "seen": seen, "entropy_rows": entropy, "entropy_columns": entropy, "accuracy": accuracy}
@@ -470,7 +455,6 @@ def pictures(tmp_path):
     return tmp_path
 
 
-@pytest.mark.slow
 def test_mistakes_are_one_clear_sentence(digits_run, pictures, tmp_path):
     sorted_, loose = pictures / "sorted", pictures / "loose"
 
@@ -499,14 +483,12 @@ def test_mistakes_are_one_clear_sentence(digits_run, pictures, tmp_path):
     assert "no device 'gpu'" in mistake("embed", digits_run, "digits:test", "-o", tmp_path / "x.npz", "--device", "gpu")
 
 
-@pytest.mark.slow
 def test_images_of_another_kind_than_the_model_s(digits_run, tmp_path):
     np.save(tmp_path / "five.npy", np.zeros((12, 8, 8, 5), dtype=np.uint8))
     assert "channels" in mistake("embed", digits_run, tmp_path / "five.npy", "-o", tmp_path / "out.npz")
     assert "patches" in mistake("embed", digits_run, "digits:test", "-o", tmp_path / "out.npz", "--image-size", 17)
 
 
-@pytest.mark.slow
 def test_damaged_weights_are_noticed(tmp_path):
     model = build_model("vit_tiny_patch4", image_size=16, in_channels=1, dim=24, depth=2, num_heads=2)
     with torch.no_grad():
@@ -518,7 +500,6 @@ def test_damaged_weights_are_noticed(tmp_path):
         assert "NaN" in mistake(*model, *words)
 
 
-@pytest.mark.slow
 def test_a_held_out_part_is_disjoint_and_seeded():
     train, test = hold_out_share(50, 0.2, seed=3)
     assert sorted([*train, *test]) == list(range(50))

@@ -68,7 +68,6 @@ def failure(capsys: pytest.CaptureFixture, *arguments: object) -> str:
 # ---- training -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__)
 def test_every_recipe_builds_its_model_and_says_what_it_costs(recipe) -> None:  # type: ignore[no-untyped-def]
     config = recipe()
@@ -86,7 +85,6 @@ def test_every_recipe_builds_its_model_and_says_what_it_costs(recipe) -> None:  
     assert f"anechoic train {recipe.__name__} " in recipe.__doc__
 
 
-@pytest.mark.slow
 def test_the_paper_is_there_at_all_its_values_of_alpha() -> None:
     for base in ("uvit_cifar100", "uvit_in100_latent", "uvit_in100_latent_cond", "sit_xl_in1k_latent"):
         variants = [f for f in RECIPES if f.__name__ in (base, *(f"{base}_{s}" for s in SUFFIXES))]
@@ -101,7 +99,6 @@ def without_alpha(config: Config) -> Config:
     return replace(config, shortcut=Config().shortcut)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), [("noise_prediction", {"process": "vp"}), ("flow_matching", {})])
 def test_loss_is_the_error_at_the_samples_own_time_and_noise(name: str, options: dict) -> None:
     """The prediction of zero costs the mean square of the target, which is known from the samples' draws."""
@@ -131,7 +128,6 @@ def test_loss_is_the_error_at_the_samples_own_time_and_noise(name: str, options:
         torch.testing.assert_close(model.t, 999 * u)
 
 
-@pytest.mark.slow
 def test_labels_are_dropped_as_often_as_asked_and_per_sample() -> None:
     ids = torch.arange(20_000)
     generator = SampleGenerator(0, ids, torch.zeros_like(ids))
@@ -142,20 +138,17 @@ def test_labels_are_dropped_as_often_as_asked_and_per_sample() -> None:
     assert torch.equal(drop_labels(ids[7:9] % 10, part, probability=0.15, null=10), kept[7:9])
 
 
-@pytest.mark.slow
 def test_a_conditional_model_refuses_data_without_labels(tmp_path: Path) -> None:
     config = tiny(pocket_uvit_digits_cond())
     with pytest.raises(UserError, match=r"data\.labels"):
         fit(replace(config, data=replace(config.data, labels=False)), tmp_path / "run")
 
 
-@pytest.mark.slow
 def test_noise_prediction_names_the_other_objective_for_flows() -> None:
     with pytest.raises(UserError, match="flow_matching"):
         make_objective("noise_prediction", process="flow")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cond", "flow"])
 def test_a_run_goes_on_bit_for_bit_average_included(runs: dict[str, Path], tmp_path: Path, name: str) -> None:
     """What a kill after the first checkpoint leaves behind, and the same command again."""
@@ -187,7 +180,6 @@ def test_two_processes_train_as_one(runs: dict[str, Path], tmp_path: Path) -> No
 # ---- sampling -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sampler"),
     [("plain", None), ("plain", "euler-maruyama"), ("cond", "dpm-solver++"), ("flow", None), ("flow", "sde")],
@@ -211,7 +203,6 @@ def test_two_processes_make_the_same_images_as_one(runs: dict[str, Path]) -> Non
     assert one.receipt == two.receipt
 
 
-@pytest.mark.slow
 def test_guidance_of_both_conventions_is_the_same_image(runs: dict[str, Path], tmp_path: Path) -> None:
     from anechoic.runtime.checkpoint import model_card, write_model
 
@@ -231,7 +222,6 @@ def test_guidance_of_both_conventions_is_the_same_image(runs: dict[str, Path], t
     assert not torch.equal(none.pixels, added.pixels)
 
 
-@pytest.mark.slow
 def test_a_picture_holds_every_image(runs: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "grid.png"
     found = anechoic.sample(runs["cond"], num=20, steps=2, out=out, batch_size=20)
@@ -242,7 +232,6 @@ def test_a_picture_holds_every_image(runs: dict[str, Path], tmp_path: Path) -> N
     assert found.metrics["evaluations"] == 2
 
 
-@pytest.mark.slow
 def test_arrays_and_folders_carry_labels_and_a_receipt(runs: dict[str, Path], tmp_path: Path) -> None:
     arguments = {"num": 4, "steps": 2, "classes": (3, 5), "seed": 9}
     anechoic.sample(runs["cond"], out=tmp_path / "s.npz", **arguments)
@@ -258,7 +247,6 @@ def test_arrays_and_folders_carry_labels_and_a_receipt(runs: dict[str, Path], tm
     assert sorted(p.name for p in (tmp_path / "folder").iterdir()) == ["3", "5", "receipt.json"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("out", ["images.jpg", "full", "folder.png"])
 def test_a_place_where_images_cannot_go_is_refused_before_any_is_made(
     runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
@@ -271,7 +259,6 @@ def test_a_place_where_images_cannot_go_is_refused_before_any_is_made(
         anechoic.sample(runs["plain"], out=tmp_path / out, num=2, steps=2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("out", ["images", "images.png", "images.npz"])
 def test_images_are_written_whole_or_not_at_all(
     runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
@@ -291,14 +278,12 @@ def test_images_are_written_whole_or_not_at_all(
     assert not list((tmp_path / "later").iterdir())
 
 
-@pytest.mark.slow
 def test_averaged_weights_are_the_ones_used(runs: dict[str, Path]) -> None:
     last = sorted((runs["plain"] / "checkpoints").iterdir())[-1]
     averaged, loaded = load_file(last / "ema.safetensors"), anechoic.load(runs["plain"]).state_dict()
     assert all(torch.equal(averaged[key], loaded[key]) for key in averaged)
 
 
-@pytest.mark.slow
 def test_untrained_weights_are_other_weights_and_always_the_same(runs: dict[str, Path]) -> None:
     request = Request(run=str(runs["flow"]), num=2, steps=2)
     trained, fresh, again = (
@@ -311,14 +296,12 @@ def test_untrained_weights_are_other_weights_and_always_the_same(runs: dict[str,
     assert torch.equal(fresh.pixels, (255 * (noise * 0.5 + 0.5)).round().clamp(0, 255).byte())
 
 
-@pytest.mark.slow
 def test_the_process_is_found_from_anywhere_in_a_run(runs: dict[str, Path]) -> None:
     last = sorted((runs["flow"] / "checkpoints").iterdir())[-1]
     for path in (runs["flow"], runs["flow"] / "model", last):
         assert training_config(path)["objective"]["name"] == "flow_matching"
 
 
-@pytest.mark.slow
 def test_sampling_mistakes_are_one_sentence(
     runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -337,7 +320,6 @@ def test_sampling_mistakes_are_one_sentence(
     assert "no run or model directory" in failure(capsys, "sample", tmp_path / "absent", *out)
 
 
-@pytest.mark.slow
 def test_other_networks_make_no_images(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     from anechoic.runtime.checkpoint import model_card, write_model
 
@@ -364,7 +346,6 @@ def test_real_digits_score_well_and_noise_badly(tmp_path: Path, capsys: pytest.C
     assert abs(same["fd-digits"]) < 1e-3
 
 
-@pytest.mark.slow
 def test_a_score_comes_with_its_receipt(runs: dict[str, Path], tmp_path: Path) -> None:
     anechoic.sample(runs["cond"], out=tmp_path / "s.npz", num=130, steps=2, guidance=0.5, batch_size=130)
     found = anechoic.frechet(str(tmp_path / "s.npz"), "digits:test", extractor="digits")
@@ -385,7 +366,6 @@ def test_a_score_comes_with_its_receipt(runs: dict[str, Path], tmp_path: Path) -
     assert not receipt["notes"]
 
 
-@pytest.mark.slow
 def test_few_samples_are_noted_and_other_statistics_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     few = tmp_path / "few.npz"
     np.savez(few, images=np.random.default_rng(0).integers(0, 256, (20, 8, 8), dtype=np.uint8))
@@ -401,7 +381,6 @@ def test_few_samples_are_noted_and_other_statistics_refused(tmp_path: Path, caps
     assert "no extractor 'digts'" in failure(capsys, "frechet", few, "digits:test", "--extractor", "digts")
 
 
-@pytest.mark.slow
 def test_any_encoder_of_ours_can_judge(runs: dict[str, Path], tmp_path: Path) -> None:
     from anechoic.runtime.checkpoint import model_card, write_model
 
@@ -430,14 +409,12 @@ def test_probe_has_a_row_for_every_layer_and_noise_level(runs: dict[str, Path]) 
     assert last.metrics["rows"] == [row for row in rows if (row["noise"], row["layer"]) == (0.3, 3)]
 
 
-@pytest.mark.slow
 def test_choose_reads_held_out_training_data_only() -> None:
     rows = [{"noise": 0.1, "layer": 1, "pooling": "mean", "probe": 0.7}, {"layer": 2, "pooling": "mean", "probe": 0.9}]
     found = choose(rows, [{"probe": 0.8}, {"probe": 0.7}], ["probe"])
     assert (found["layer"], found["accuracy"], found["test_maximum"]) == (1, 0.7, 0.9)
 
 
-@pytest.mark.slow
 def test_noise_levels_and_protocols_are_checked(runs: dict[str, Path]) -> None:
     with pytest.raises(UserError, match="between 0"):
         anechoic.evaluate(str(runs["plain"]), "digits:train", metrics="probe", noise=(1.5,))
@@ -445,7 +422,6 @@ def test_noise_levels_and_protocols_are_checked(runs: dict[str, Path]) -> None:
         anechoic.evaluate(str(runs["plain"]), "digits:train", metrics="probe", noise=(0.1,), protocol="mae")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
