@@ -23,7 +23,7 @@ from anechoic.data import Array, Augment, Batch, Loader, Scenes, Subset, loader,
 from anechoic.data.loader import min_side_for, permutation
 from anechoic.errors import UserError
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def numbered(count: int) -> Array:
@@ -42,6 +42,7 @@ def equal(first: list[Batch], second: list[Batch]) -> bool:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     count=st.integers(1, 40),
@@ -79,6 +80,7 @@ def test_ranks_split_the_batches_of_one_process(world: int, share: int, shuffle:
             assert torch.equal(torch.cat([part[field] for part in parts]), batch[field])  # type: ignore[misc]
 
 
+@pytest.mark.slow
 def test_permutations_are_permutations_and_uniform() -> None:
     orders = torch.stack([permutation(5, seed=7, epoch=epoch) for epoch in range(2000)])
     assert all(sorted(order) == list(range(5)) for order in orders.tolist())
@@ -217,6 +219,7 @@ def alive(pid: int) -> bool:
     return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_workers_exit_with_a_killed_parent(folder: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT, str(folder)], stdout=subprocess.PIPE, text=True) as parent:

@@ -22,7 +22,7 @@ from anechoic.errors import UserError
 from anechoic.storage.cache import OpenEntry, clear
 from anechoic.storage.safe_io import read_regular
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture
@@ -112,6 +112,7 @@ print(sum(int(kept.read(i).sum()) for i in range(len(kept))))
 """
 
 
+@pytest.mark.slow
 def test_one_of_several_processes_builds_the_pixel_cache(folder: Path) -> None:
     command = [sys.executable, "-W", "error", "-c", STARTER, str(folder)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
@@ -141,6 +142,7 @@ with FileLock(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_pixel_cache_is_not_used_while_a_stopped_process_holds_its_lock(
     folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +181,7 @@ with catch_signals():
 """
 
 
+@pytest.mark.slow
 def test_signal_interrupts_decoding(folder: Path, own_cache: Path) -> None:
     """Images of two seconds each are to come: it does not wait for them, and leaves nothing half made."""
     process = subprocess.Popen([sys.executable, "-c", SLOW, str(folder)], stdout=subprocess.PIPE, text=True)

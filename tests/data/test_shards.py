@@ -53,6 +53,7 @@ def everything(source) -> list:
     return [(source.name(k), *source.read(k).flatten().tolist()) for k in range(len(source))]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks at this process's maps")
 def test_few_of_many_shards_stay_open(photos: Path, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archives, "MAX_MAPS", 1)
@@ -102,6 +103,7 @@ def test_shards_by_url_are_the_same_samples(shards: Path, url: str) -> None:
     assert open_source(url).fingerprint == open_source(shards).fingerprint
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_training_on_shards_resumes_at_the_exact_sample(photos: Path, shards: Path, url: str, workers: int) -> None:
@@ -159,6 +161,7 @@ def test_a_damaged_index_is_refused(change: str, shards: Path, tmp_path: Path) -
         open_source(tmp_path, labels=True)
 
 
+@pytest.mark.slow
 def test_two_writers_of_the_same_shards_do_not_conflict(photos: Path, tmp_path: Path) -> None:
     """Each writes aside under a name of its own."""
     out, seen = tmp_path / "out", []

@@ -32,7 +32,7 @@ from anechoic.index.queries import resolve
 from anechoic.storage.cache import cache_dir, open_entry
 from anechoic.storage.safe_io import read_regular
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture
@@ -250,6 +250,7 @@ def test_features_retry_temporarily_unreadable_images(run, photos, monkeypatch):
     assert len(computed) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [None, 64])
 def test_flat_vectors_concatenate_patches(run, photos, width):
     """All of them as they are, or summed into fewer channels, which keeps cosines but for noise."""
@@ -288,6 +289,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["", "rows", "journal"])
 def test_killed_embed_resumes_to_an_equal_file(run, photos, tmp_path, monkeypatch, damage):
     monkeypatch.setattr("anechoic.eval.encoders.Encoder.batch_size_on_cores", 4)
@@ -317,6 +319,7 @@ def test_killed_embed_resumes_to_an_equal_file(run, photos, tmp_path, monkeypatc
 # ---- search
 
 
+@pytest.mark.slow
 def test_neighbors_are_exact_and_never_the_query_itself(run, photos, capsys):
     found = metrics_of(
         capsys, "search", run, photos, photos / "a" / "00.png", "-k", "5", "--scaling", "raw", "--vector", "mean"
@@ -332,6 +335,7 @@ def test_neighbors_are_exact_and_never_the_query_itself(run, photos, capsys):
     np.testing.assert_allclose([row["similarity"] for row in found["rows"]], [s for s, _ in expected[:5]], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_both_engines_find_the_same(run, photos, capsys):
     pytest.importorskip("faiss")
     words = ("search", run, photos, "3", "7", "-k", "4", "--scaling", "centered")
@@ -339,6 +343,7 @@ def test_both_engines_find_the_same(run, photos, capsys):
     assert [row["image"] for row in by_torch] == [row["image"] for row in by_faiss]
 
 
+@pytest.mark.slow
 def test_search_finds_an_image_outside_the_collection(run, photos, capsys, tmp_path):
     picture(5).save(tmp_path / "mine.png")
     found = metrics_of(capsys, "search", run, photos, tmp_path / "mine.png", "-k", "1")
@@ -356,6 +361,7 @@ def test_queries_are_paths_names_suffixes_and_numbers(photos):
         resolve([], source)
 
 
+@pytest.mark.slow
 def test_search_page_shows_the_json_result(run, photos, capsys, tmp_path):
     page = tmp_path / "near.html"
     found = metrics_of(capsys, "search", run, photos, "0", "1", "-o", page)
@@ -404,6 +410,7 @@ def test_all_neighbors_exclude_the_image_itself(monkeypatch):
     assert all(len(set(row)) == 4 for row in found.indices.tolist())
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_square_of_the_collection():
     """All similarities of 20,000 images would take 1.6 GB; in a process of its own, whose peak is nobody else's."""
     script = """
@@ -424,6 +431,7 @@ def test_neighbors_exclude_an_image_among_its_copies():
     assert all(i not in row for i, row in enumerate(found.indices.tolist()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [6, 12, 48])
 def test_planted_duplicates_are_found_without_false_ones(width):
     """Ten collections without a duplicate: the limit was chosen for a tenth of an image in each."""
@@ -472,6 +480,7 @@ def test_clusters_are_found_and_counted():
         exploring.cluster(units, count=500)
 
 
+@pytest.mark.slow
 def test_explore_reports_duplicates_clusters_and_outliers(run, photos, capsys, tmp_path):
     page = tmp_path / "all.html"
     found = metrics_of(capsys, "explore", run, photos, "-o", page, "--scaling", "whitened")
@@ -486,6 +495,7 @@ def test_explore_reports_duplicates_clusters_and_outliers(run, photos, capsys, t
     assert all(f'data-name="{name}.csv"' in text for name in ("duplicates", "outliers", "clusters"))
 
 
+@pytest.mark.slow
 def test_explore_of_few_images_is_json(run, photos, capsys, tmp_path):
     for path in sorted((photos / "a").iterdir())[4:]:
         path.unlink()
@@ -495,6 +505,7 @@ def test_explore_of_few_images_is_json(run, photos, capsys, tmp_path):
     assert "only equal ones count" in page.read_text()
 
 
+@pytest.mark.slow
 def test_explore_refuses_one_image(run, tmp_path, capsys):
     (tmp_path / "one").mkdir()
     picture(0).save(tmp_path / "one" / "a.png")
@@ -503,6 +514,7 @@ def test_explore_refuses_one_image(run, tmp_path, capsys):
     assert not (tmp_path / "x.html").exists()
 
 
+@pytest.mark.slow
 def test_search_equals_nearest():
     vectors = np.random.default_rng(0).normal(size=(300, 24)).astype(np.float32)
     found = Searchable.of(vectors, "raw").nearest(vectors[:20], k=6)
