@@ -47,7 +47,7 @@ class Client:
         self.port, self.served = port, served
 
     def ask(self, method: str, path: str, body: bytes | None = None, **headers: str) -> Answer:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
         try:
             named = {name.replace("_", "-"): value for name, value in headers.items()}
             connection.request(method, path, body, named)
@@ -68,7 +68,7 @@ class Client:
         )
 
     def raw(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=120)
 
 
 def multipart(data: bytes, filename: str, fields: dict[str, str]) -> bytes:
@@ -79,7 +79,7 @@ def multipart(data: bytes, filename: str, fields: dict[str, str]) -> bytes:
 
 @contextmanager
 def serving(run: Any, *, protocol: Any = ImpatientProtocol, **options: Any) -> Any:
-    """A client of a server in a thread of this process, on a port of its own."""
+    """Yield a client of a server that runs in a thread of this process on its own port."""
     served = create_app(run, **options)
     listener = socket.create_server(("127.0.0.1", 0), backlog=256)
     config = uvicorn.Config(
@@ -94,7 +94,7 @@ def serving(run: Any, *, protocol: Any = ImpatientProtocol, **options: Any) -> A
         yield Client(listener.getsockname()[1], served)
     finally:
         server.should_exit = True
-        thread.join(timeout=20)
+        thread.join(timeout=120)
         assert not thread.is_alive()
 
 
@@ -124,7 +124,7 @@ MODEL = {
 
 
 def small_config(**changes: Any) -> Config:
-    """A masked autoencoder on the drawings of one hand; a second of training."""
+    """Return a masked autoencoder on the drawings of one style; it trains for a second."""
     base = Config(
         data=DataConfig(source="emoji:style=noto", image_size=16, holdout=64),
         model=ModelConfig("mae_tiny_patch4", MODEL),
@@ -145,15 +145,15 @@ def make_pictures(folder: Path) -> Path:
     return folder
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 60, *, every: float = 0.05) -> None:
+def wait_for(condition: Callable[[], Any], seconds: float = 300, *, every: float = 0.05) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it took too long"
+        assert time.monotonic() < end, f"not within {seconds} seconds"
         time.sleep(every)
 
 
 def start_training(config: Config, run: Path) -> subprocess.Popen:
-    """As the demo starts one: a process of its own, from a config beside the run."""
+    """Start a training process as the demo does, from a config beside the run."""
     path = run.with_suffix(".json")
     write_json(path, to_json(config))
     return subprocess.Popen([sys.executable, "-m", "anechoic.training", str(path), str(run)], stderr=subprocess.DEVNULL)

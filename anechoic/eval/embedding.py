@@ -21,6 +21,7 @@ from anechoic.errors import UserError
 from anechoic.eval.encoders import Encoder, encoder_of, open_encoder
 from anechoic.eval.feature_cache import features_of
 from anechoic.eval.features import Pooling
+from anechoic.eval.tensors import warn_if_constant
 from anechoic.models.network import Network
 from anechoic.runtime.checkpoint import load as load_network
 
@@ -93,6 +94,7 @@ def embed(
             raise UserError(f"{name!r} cannot be read: {reason}.")
         warnings.warn(f"{len(found.skipped)} images could not be read; the first is {name} ({reason}).", stacklevel=3)
     vectors = next(iter(found.sets.values()))
+    warn_if_constant(vectors, f"of layer {layer} ({chosen})")
     return Vectors.of(vectors, names=() if isinstance(source, Pictures) else names, skipped=found.skipped)
 
 

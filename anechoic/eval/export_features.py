@@ -14,6 +14,7 @@ from anechoic.errors import UserError
 from anechoic.eval.encoders import Encoder
 from anechoic.eval.feature_cache import features_of
 from anechoic.eval.features import Pooling
+from anechoic.eval.tensors import warn_if_constant
 from anechoic.storage.files import write_aside
 
 FORMATS = (".npz", ".parquet", ".csv")
@@ -37,6 +38,7 @@ def embed_source(
         encoder, source, layers=(layer,), poolings=(chosen,), device=device, workers=workers, keep_pixels=False
     )
     (((number, _), vectors),) = features.sets.items()
+    warn_if_constant(vectors, f"of layer {number} ({chosen})")
     names = [source.name(int(i)) for i in features.ids]
     about = {**(about or {}), "layer": str(number), "pooling": chosen, "weights": encoder.fingerprint}
     write_vectors(output, vectors, names=names, about=about)

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from anechoic.data.preprocess import normalize
 from anechoic.errors import UserError
+from anechoic.models.sit import SiT
+from anechoic.models.uvit import UViT
 from anechoic.storage.fingerprint import hash_tensors
 
 INCEPTION_URL = (
@@ -225,6 +227,11 @@ def own_encoder(path: Path, *, device: torch.device | None = None) -> Extractor:
     from anechoic.runtime.checkpoint import load
 
     model = load(path).to(device or "cpu")
+    if isinstance(model, UViT | SiT):
+        raise UserError(
+            f"{path} is a diffusion model, whose features depend on a noise level: choose efflite0, inception, digits "
+            "or the run of an encoder such as a masked autoencoder."
+        )
     preprocess = model.preprocess
 
     def last_layer(images: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ it are one more layer; -1 is the last.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from anechoic.choices import AllLayers, Pooling
 from anechoic.errors import UserError
 from anechoic.eval.metrics.rank import effective_rank
+from anechoic.eval.tensors import check_finite
 from anechoic.models.packed import FrozenTransformer, count_layers, in_groups, is_served
 from anechoic.models.vit import VisionTransformer
 from anechoic.shortcut import Shortcut
@@ -168,18 +169,28 @@ def extract_batches(
     if forward is None and is_served(network):
         assert isinstance(network, VisionTransformer)
         with evaluating(model):
-            yield from frozen_batches(network, batches, layers=layers, poolings=poolings)
+            for found in frozen_batches(network, batches, layers=layers, poolings=poolings):
+                check_features(found)
+                yield found
         return
     run, prefix = forward or network, prefix_tokens(model)
     with evaluating(model), capture(model) as stream:
         for images in batches:
             output = run(images)
             tokens = with_output(stream, output)
-            yield {
+            found = {
                 (layer, pooling): pool(tokens[layer].float(), pooling=pooling, num_prefix_tokens=prefix)
                 for layer in choose_layers(layers, count=len(tokens))
                 for pooling in poolings
             }
+            check_features(found)
+            yield found
+
+
+def check_features(found: Mapping[Key, Tensor]) -> None:
+    """Refuse features that are not finite, and name the layer."""
+    for (layer, pooling), values in found.items():
+        check_finite(values, f"of layer {layer} ({pooling})")
 
 
 def frozen_batches(

@@ -7,16 +7,21 @@ import torch
 from torch import Tensor
 
 from anechoic.errors import UserError
-from anechoic.eval.tensors import as_matrix, doubled
+from anechoic.eval.tensors import as_matrix, check_finite, doubled
 
 
 def tsne(features: np.ndarray | Tensor, *, perplexity: float = 30.0, seed: int = 0) -> np.ndarray:
-    """(n, 2) coordinates of t-SNE, started from the principal components; perplexity is lowered for few samples."""
+    """Return (n, 2) coordinates of t-SNE, started from the principal components; perplexity is lowered for few samples.
+
+    Vectors that are all equal are all placed at 0: their principal components do not exist.
+    """
     from sklearn.manifold import TSNE
 
     z = as_matrix(features).float().numpy(force=True)
     if len(z) < 4:
         raise UserError(f"t-SNE needs at least 4 samples; there are {len(z)}.")
+    if np.ptp(z, axis=0).max() <= 1e-6 * np.abs(z).max():
+        return np.zeros((len(z), 2), np.float32)
     perplexity = min(perplexity, (len(z) - 1) / 3)
     return TSNE(perplexity=perplexity, init="pca", random_state=seed).fit_transform(z)
 
@@ -28,6 +33,7 @@ def eigenvector_colors(cells: Tensor, *, first: int = 0) -> Tensor:
     centering) become red, green and blue, each min-max scaled over all images, so a color means the same everywhere.
     """
     n, h, w, C = cells.shape
+    check_finite(cells)
     if first + 3 > C:
         raise UserError(f"{C} channels have no singular vectors {first} to {first + 2}; choose a smaller first.")
     flat = torch.nn.functional.normalize(doubled(cells.reshape(-1, C)), dim=1)

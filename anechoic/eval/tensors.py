@@ -5,6 +5,8 @@ Every consumer refuses features that are not finite, and names the layer.
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -31,11 +33,22 @@ def exact_device(device: torch.device) -> torch.device:
 
 def check_finite(features: np.ndarray | Tensor, name: str = "") -> None:
     """Raise NotFiniteError if the features hold NaN or infinity; name: which ones, such as "of layer 3 (mean)"."""
+    x = as_tensor(features)
     # A sum is finite only if its terms are, and takes one pass.
-    if not torch.isfinite(as_tensor(features).sum(dtype=torch.float64)):
+    if not torch.isfinite(x.sum() if x.device.type == "mps" else x.sum(dtype=torch.float64)):
         raise NotFiniteError(
             f"The features{name and f' {name}'} contain NaN or infinity: the weights are damaged, so use an earlier "
             "checkpoint."
+        )
+
+
+def warn_if_constant(features: np.ndarray | Tensor, name: str) -> None:
+    """Warn if all vectors (n, D) are equal: such features distinguish no images."""
+    if len(features) > 1 and all(bool((row == features[0]).all()) for row in features):
+        warnings.warn(
+            f"The features {name} are the same for all {len(features)} images and distinguish none of them: the "
+            "weights are damaged, the network has collapsed, or this layer does not depend on the image.",
+            stacklevel=3,
         )
 
 

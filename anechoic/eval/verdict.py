@@ -162,7 +162,7 @@ def late_gain(records: Sequence[Mapping[str, Any]]) -> float | None:
 def curve_of(records: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
     """(seen, loss): held-out, or of training if nothing was held out."""
     for name in ("held_out_loss", "loss"):
-        found = [(record["seen"], record[name]) for record in records if name in record]
+        found = [(record["seen"], record[name]) for record in records if record.get(name) is not None]
         if found:
             return found
     return []

@@ -173,7 +173,7 @@ def training_charts(summary: Summary) -> list[Html]:
         losses["held out"] = over_time(summary, "validation", "held_out_loss")
     charts = [line_chart(losses, title="loss", xlabel="samples seen", dots=False)]
     for key, title in (("rank_columns", "effective rank"), ("token_norm", "mean token norm")):
-        recorded = [values for values in summary.curves["validation"].get(key, []) if values]
+        recorded = [x for x in summary.curves["validation"].get(key, []) if x and isinstance(x, list)]
         if recorded:
             depth = len(recorded[0])
             chosen = sorted({round(i * (depth - 1) / (TRACED - 1)) for i in range(TRACED)})
@@ -188,10 +188,14 @@ def training_charts(summary: Summary) -> list[Html]:
 def over_time(
     summary: Summary, kind: str, key: str, place: int | None = None
 ) -> tuple[list[float | None], list[float | None]]:
-    """(seen, value) of a recorded number, or of one place of a recorded list."""
+    """Return (seen, value) of a recorded number, or of one place of a recorded list; None where there is none."""
     recorded = summary.curves[kind]
     values = recorded.get(key, [])
-    picked = [value if place is None or value is None else value[place] for value in values]
+    if place is not None:
+        values = [
+            value[place] if isinstance(value, list) and -len(value) <= place < len(value) else None for value in values
+        ]
+    picked = [None if isinstance(value, list) else value for value in values]
     return recorded.get("seen", [])[: len(picked)], picked
 
 

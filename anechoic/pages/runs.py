@@ -106,7 +106,7 @@ def facts(run: RunOnDisk, *, weights: int | None = None) -> dict[str, Any]:
 
 def seconds(run: RunOnDisk) -> float:
     """Of training, over all the times it was started."""
-    return sum(record.get("seconds", 0.0) for record in run.of_kind("train"))
+    return sum(record.get("seconds") or 0.0 for record in run.of_kind("train"))
 
 
 def curves(run: RunOnDisk) -> dict[str, Any]:

@@ -45,6 +45,19 @@ PATIENCE = 5.0
 RESULT_FILES = ("results.json", "metrics.jsonl", "model/config.json", "model/model.safetensors")
 
 
+# Values of a record that are numbers; others may be lists with one number per layer.
+SCALARS = ("seen", "loss", "held_out_loss", "seconds", "images_per_second", "gradient_norm")
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a number that a float can hold, or None."""
+    return value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_number, value))
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The complete records of a run directory's metrics.jsonl; a last line that was cut off is left out."""
     return [record for record, _ in _records(path / "metrics.jsonl")]
@@ -73,9 +86,15 @@ def _records(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
 def _record(line: bytes, number: int, path: Path) -> dict[str, Any]:
     try:
         record = json.loads(line)
-        if isinstance(record["seen"], int):
+        numbers = {name: value for name, value in record.items() if name != "kind"}
+        if (
+            isinstance(record["kind"], str)
+            and type(record["seen"]) is int
+            and 0 <= record["seen"] < 2**63
+            and all(_is_number(value) or (name not in SCALARS and _is_list(value)) for name, value in numbers.items())
+        ):
             return record
-    except (ValueError, RecursionError, KeyError, TypeError):
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         pass
     raise UserError(f"Line {number} of {path} is damaged: restore the file from a copy, or delete that line.")
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from fastapi import FastAPI, File, Form, Query, Request, UploadFile
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BaseModel, Field
 
@@ -20,7 +21,7 @@ from anechoic import __version__
 from anechoic.choices import Pooling, VerdictWord
 from anechoic.errors import UserError
 from anechoic.server.control import Control, State
-from anechoic.server.inference import Studio
+from anechoic.server.inference import Studio, weights_stamp
 from anechoic.server.middleware import Guard, Limits, Refusal
 from anechoic.server.page import live_page, report_of, status_of, verdict_on
 from anechoic.server.worker import Busy, Worker
@@ -85,7 +86,7 @@ class SampleRequest(BaseModel):
     num: int = Field(4, ge=1, le=16)
     steps: int = Field(25, ge=1, le=100)
     seed: int = Field(0, ge=0, le=2**31 - 1)
-    guidance: float | None = Field(None, ge=0, le=20)
+    guidance: float | None = Field(None, ge=0, le=20, allow_inf_nan=False)
     classes: list[Annotated[int, Field(ge=0, le=1_000_000)]] = Field(default_factory=list, max_length=16)
 
 
@@ -192,6 +193,12 @@ def create_app(
     async def mistake(request: Request, problem: UserError) -> JSONResponse:
         return JSONResponse({"detail": str(problem)}, status_code=400)
 
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, problem: RequestValidationError) -> JSONResponse:
+        # The values themselves are not echoed: NaN is no JSON.
+        told = [{name: error[name] for name in ("loc", "msg", "type")} for error in problem.errors()]
+        return JSONResponse({"detail": told}, status_code=422)
+
     @app.exception_handler(Refusal)
     async def refusal(request: Request, problem: Refusal) -> JSONResponse:
         return JSONResponse({"detail": problem.sentence}, status_code=problem.status, headers=problem.headers)
@@ -226,7 +233,7 @@ def create_app(
     @app.get("/verdict", summary="Whether training worked, judged without labels")
     async def verdict() -> Judgment:
         ready()
-        return Judgment(**await once(partial(verdict_on, path, studio.run.seen, device=device)))
+        return Judgment(**await once(partial(verdict_on, path, weights_stamp(path), device=device)))
 
     @app.post("/stop", summary="Ask the training to save and end")
     async def stop() -> Done:

@@ -1,5 +1,4 @@
-"""Stop and resume the training of a run directory: the process is the one that holds its lock, never one named from
-outside."""
+"""Stop and resume the training of a run directory. The process to stop is the one that holds its lock."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ LOG = "resumed.log"
 
 
 class Control:
-    """Of one run. What it resumes ends, after saving, with this process."""
+    """Controls the training of one run. A training resumed here saves and exits with this process."""
 
     def __init__(self, run: Path) -> None:
         self.run = run
@@ -33,32 +32,32 @@ class Control:
 
     @property
     def starting(self) -> bool:
-        """Whether a training resumed here has not ended yet; it takes its lock a little after it was started."""
+        """Whether a training resumed here has not exited yet; it takes its lock shortly after it starts."""
         return self.resumed is not None and self.resumed.poll() is None
 
     @property
     def command(self) -> list[str]:
-        """What goes on with the run."""
+        """The command that resumes the run."""
         return [sys.executable, "-m", "anechoic.training", str(self.run / "config.json"), str(self.run)]
 
     @property
     def problem(self) -> str:
-        """Why a training resumed here ended early, in its own last words."""
+        """The last line that a training resumed here printed before it failed."""
         if self.resumed is None or self.resumed.poll() in (None, 0, 128 + signal.SIGTERM):
             return ""
         return "".join((self.run / LOG).read_text(errors="replace").strip().splitlines()[-1:])
 
     def stop(self) -> None:
-        """Ask the process that trains to save and end."""
+        """Ask the training process to save and exit."""
         process = holder(self.run)
         if process is None:
-            raise UserError(f"Nobody on this machine is training {self.run} now.")
+            raise UserError(f"No process on this machine is training {self.run} now.")
         if process == os.getpid():
             raise UserError("The training runs inside this process: stop that.")
         try:
             os.kill(process, signal.SIGTERM)
         except ProcessLookupError:
-            raise UserError("The training has just ended.") from None
+            raise UserError("The training has just exited.") from None
         except PermissionError:
             raise UserError("The training belongs to another user, who has to stop it.") from None
 
@@ -69,7 +68,8 @@ class Control:
             self.resumed = self.children.start(self.command, stdout=log, stderr=log)
 
     def close(self) -> None:
-        """What was resumed here saves and ends."""
+        """Let the training that was resumed here save and exit, however long the save takes."""
         if self.resumed is not None and self.resumed.poll() is None:
+            print(f"Waiting until the training of {self.run} has saved.", file=sys.stderr, flush=True)
             self.resumed.terminate()
-            self.resumed.wait(timeout=60)
+            self.resumed.wait()

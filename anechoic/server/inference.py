@@ -28,6 +28,7 @@ from anechoic.eval.feature_cache import batches, features_of
 from anechoic.eval.features import Pooling, patch_maps
 from anechoic.eval.projections import eigenvector_colors
 from anechoic.eval.reconstruction import filled_in, grid_of, reconstructs, to_pixels
+from anechoic.eval.tensors import check_finite
 from anechoic.index.index import SCALING, VECTOR, Index, Searchable, Vector, encoder_for, open_index
 from anechoic.pages.run_page import as_bytes
 from anechoic.pages.runs import RunOnDisk, encoder_of, open_run
@@ -40,13 +41,23 @@ PICTURE = 256
 TRY_AGAIN_SECONDS = 30.0
 
 
+Stamp = tuple[tuple[str, int, int, int, int], ...]
+
+
+def weights_stamp(run: Path) -> Stamp:
+    """Return what identifies the run's current weights on disk without reading them."""
+    files = sorted(path for path in model_directory(run).iterdir() if path.is_file())
+    stats = [(str(path), path.stat()) for path in files]
+    return tuple((name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in stats)
+
+
 class Studio:
     """data: the images that are searched; None: the run's own."""
 
     def __init__(self, path: Path, *, data: str | None, device: str, pixels: int) -> None:
         self.path, self.device, self.pixels = path, device, pixels
         self.where = data or open_run(path).config.data.source
-        self._weights: Path | None = None
+        self._weights: Stamp | None = None
         self._encoder: Encoder | None = None
         self._collection: Collection | None = None
         self._building: threading.Thread | None = None
@@ -59,8 +70,8 @@ class Studio:
         return open_run(self.path)
 
     def encoder(self) -> Encoder:
-        """The newest weights; read again when there are newer ones. For the thread that computes alone."""
-        weights = model_directory(self.path)
+        """Return the encoder, loaded again when the files of its weights change. Called by the worker's thread only."""
+        weights = weights_stamp(self.path)
         if self._encoder is None or weights != self._weights:
             self._encoder, self._weights = encoder_of(self.run, device=self.device), weights
         if self._collection is not None and self._collection.weights != self._encoder.fingerprint:
@@ -154,6 +165,7 @@ class Studio:
         rows, columns = grid_of(encoder, images)
         mask = hidden_patches(rows * columns, hidden, ratio=ratio, seed=seed).to(images.device)
         image, places, predicted = (found[0] for found in filled_in(encoder, images, mask[None]))
+        check_finite(predicted, "of the decoder")
         filled = np.where(places[..., None], predicted, image)
         error = np.square(predicted - image)[places].mean().item() if places.any() else 0.0
         return {

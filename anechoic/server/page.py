@@ -5,6 +5,7 @@ The page asks /status now and then and shows what it says; the script is in asse
 
 from __future__ import annotations
 
+import math
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,8 @@ def asset(name: str) -> Html:
 def status_of(run: RunOnDisk, *, state: str, resume_command: str) -> dict[str, Any]:
     train = run.of_kind("train")
     samples = run.config.optim.samples or 0
-    speed = train[-1].get("images_per_second") if train else None
-    left = (samples - run.seen) / speed if speed and state == "running" else None
+    speed = finite(train[-1].get("images_per_second")) if train else None
+    left = finite((samples - run.seen) / speed) if speed and state == "running" else None
     return {
         "state": state,
         "name": run.name,
@@ -56,17 +57,24 @@ def status_of(run: RunOnDisk, *, state: str, resume_command: str) -> dict[str, A
         "samples": samples,
         "images_per_second": speed,
         "seconds_left": left,
-        "loss": train[-1]["loss"] if train else None,
+        "loss": finite(train[-1].get("loss")) if train else None,
         "summary": summary_of(run, state=state, left=left),
         "charts": figure("", training_charts(curves_alone(run))) if run.records else "",
         "resume_command": resume_command if state == "stopped" else "",
     }
 
 
+def finite(value: float | None) -> float | None:
+    """Return the number, or None for one that JSON cannot hold."""
+    return value if value is not None and math.isfinite(value) else None
+
+
 def summary_of(run: RunOnDisk, *, state: str, left: float | None) -> str:
     samples = run.config.optim.samples or 0
     words = f"{state.capitalize()}: {run.seen:,} of {samples:,} samples"
-    loss = next((record["held_out_loss"] for record in reversed(run.validations) if "held_out_loss" in record), None)
+    loss = next(
+        (x for x in (record.get("held_out_loss") for record in reversed(run.validations)) if x is not None), None
+    )
     words += f", held-out loss {loss:.4f}" if loss is not None else ""
     return words + (f", about {duration(left)} left." if left is not None else ".")
 
@@ -77,8 +85,8 @@ def curves_alone(run: RunOnDisk) -> Summary:
 
 
 @lru_cache(maxsize=4)
-def verdict_on(path: Path, seen: int, *, device: str) -> dict[str, Any]:
-    """Measured once for each state of the run."""
+def verdict_on(path: Path, weights: Any, *, device: str) -> dict[str, Any]:
+    """Return the verdict, measured once for each state of the weights."""
     run = open_run(path)
     verdict = judge(run, encoder_of(run, device=device), device=device, seed=run.config.seed)
     told = {name: value for name, value in verdict.to_json().items() if name != "signals"}

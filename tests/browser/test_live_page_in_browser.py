@@ -27,7 +27,7 @@ def run(tmp_path_factory):
 
 @contextmanager
 def live(browser, client, **options):
-    """The live page; afterwards it may have asked only its own server, and complained of nothing."""
+    """Open the live page; on exit, check that it requested only its own server and logged no problem."""
     context = browser.new_context(viewport={"width": 1100, "height": 800}, **options)
     page = context.new_page()
     problems, asked = [], []
@@ -35,7 +35,7 @@ def live(browser, client, **options):
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on("request", lambda request: asked.append(request.url))
     home = f"http://127.0.0.1:{client.port}/"
-    page.set_default_timeout(60_000)
+    page.set_default_timeout(300_000)
     page.goto(home)
     try:
         yield page
@@ -45,24 +45,24 @@ def live(browser, client, **options):
     assert problems == []
 
 
-def told(page, selector, text, *, seconds=90):
-    """Wait until the element says so; the page's content policy forbids conditions in its own language."""
+def expect_text(page, selector, text, *, seconds=300):
+    """Wait for the text of an element; the content policy forbids conditions in JavaScript."""
     expect = pytest.importorskip("playwright.sync_api").expect
     expect(page.locator(selector)).to_have_text(text, timeout=1000 * seconds)
 
 
-def test_the_report_shows_the_numbers_it_holds(browser, run, tmp_path):
+def test_report_shows_the_numbers_it_embeds(browser, run, tmp_path):
     found = anechoic.report((run,), out=tmp_path / "report.html", samples=100)
     with showing(browser, tmp_path / "report.html") as page:
         assert embedded(page) == found.metrics
-        (told,) = found.metrics["runs"]
-        assert page.locator("#verdict strong").inner_text() == told["verdict"]["word"].capitalize()
+        (summary,) = found.metrics["runs"]
+        assert page.locator("#verdict strong").inner_text() == summary["verdict"]["word"].capitalize()
         table = page.locator("#layer-by-layer table")
         columns = [name.replace("↕", "").strip() for name in table.locator("th").all_inner_texts()]
         shown = table.locator("tbody tr").last.locator("td").all()
         values = {name: cell.get_attribute("data-value") for name, cell in zip(columns, shown, strict=True)}
-        assert float(values["rank"]) == told["layers"][-1]["rank_columns"]
-        assert float(values["echo (CKA with layer 0)"]) == told["layers"][-1]["cka"]
+        assert float(values["rank"]) == summary["layers"][-1]["rank_columns"]
+        assert float(values["echo (CKA with layer 0)"]) == summary["layers"][-1]["cka"]
         assert page.locator("#neighbors img").count() > 5
         canvas = page.locator("#map canvas")
         canvas.focus()
@@ -72,7 +72,7 @@ def test_the_report_shows_the_numbers_it_holds(browser, run, tmp_path):
             assert fits(page)
 
 
-def test_an_image_is_dropped_and_its_mask_painted(browser, run):
+def test_image_is_dropped_and_its_mask_painted(browser, run):
     drawing = open_source("emoji:style=noto").read(3).permute(1, 2, 0).numpy()
     with serving(run) as client, live(browser, client) as page:
         page.wait_for_selector("#studio:not([hidden])")
@@ -90,25 +90,26 @@ def test_an_image_is_dropped_and_its_mask_painted(browser, run):
 
         # Show all, then hide a row of patches with the mouse, and one more with the keys.
         page.click("#clear")
-        told(page, "#share", "0 %")
+        expect_text(page, "#share", "0 %")
         plain = page.locator("#reconstruction").get_attribute("src")
         page.locator("#mask").scroll_into_view_if_needed()
         box = page.locator("#mask").bounding_box()
         page.mouse.move(box["x"] + 5, box["y"] + 5)
         page.mouse.down()
-        page.mouse.move(box["x"] + box["width"] - 5, box["y"] + 5, steps=12)
+        # One move across all patches, as a browser under load reports a fast drag.
+        page.mouse.move(box["x"] + box["width"] - 5, box["y"] + 5, steps=1)
         page.mouse.up()
-        told(page, "#share", "25 %")  # 4 of 16
+        expect_text(page, "#share", "25 %")  # 4 of 16
         assert page.locator("#reconstruction").get_attribute("src") != plain
         page.focus("#mask")
         page.keyboard.press("ArrowDown")
         page.keyboard.press("Space")
-        told(page, "#share", "31 %")
+        expect_text(page, "#share", "31 %")
         page.set_viewport_size({"width": 400, "height": 800})
         assert fits(page)
 
 
-def test_what_is_no_image_is_told_on_the_page(browser, run, tmp_path):
+def test_page_reports_a_file_that_is_no_image(browser, run, tmp_path):
     (tmp_path / "text.png").write_bytes(b"no image")
     with serving(run) as client:
         context = browser.new_context()
@@ -116,27 +117,27 @@ def test_what_is_no_image_is_told_on_the_page(browser, run, tmp_path):
         page.goto(f"http://127.0.0.1:{client.port}/")
         page.wait_for_selector("#studio:not([hidden])")
         page.set_input_files("#file", tmp_path / "text.png")
-        told(page, "#told", re.compile("no image that can be read"))
+        expect_text(page, "#told", re.compile("no image that can be read"))
         context.close()
 
 
-def test_a_training_is_followed_to_its_end_stopped_and_resumed(browser, tmp_path):
+def test_training_is_stopped_resumed_and_finished_from_the_page(browser, tmp_path):
     long = small_config(optim=OptimConfig(batch_size=32, samples=32 * 200, lr=2e-3), save=SaveConfig(every=32 * 1000))
     run = tmp_path / "run"
     process = start_training(long, run)
     try:
-        wait_for(lambda: len(read_metrics(run)) > 2, 120, every=0.2)
+        wait_for(lambda: len(read_metrics(run)) > 2, every=0.2)
         with serving(run) as client, live(browser, client) as page:
             page.wait_for_selector("#charts svg")
             page.click("#stop")
-            process.wait(timeout=60)
+            process.wait(timeout=300)
             page.wait_for_selector("#resume:not([hidden])")
             assert page.locator("#summary").inner_text().startswith("Stopped: ")
             assert "anechoic.training" in page.locator("#command code").inner_text()
             stopped_at = page.evaluate("document.getElementById('progress').value")
             assert 0 < stopped_at < 1
             page.click("#resume")
-            told(page, "#summary", re.compile("^Finished"), seconds=180)
+            expect_text(page, "#summary", re.compile("^Finished"), seconds=600)
             assert page.evaluate("document.getElementById('progress').value") == 1
             page.wait_for_selector("#verdict strong")
             page.wait_for_selector("#studio:not([hidden])")

@@ -199,3 +199,15 @@ def test_what_needs_double_precision_leaves_a_device_without_it():
     assert exact_device(torch.device("mps")) == torch.device("cpu")
     assert exact_device(torch.device("cuda", 1)) == torch.device("cuda", 1)
     assert doubled(torch.ones(2, 3)).dtype == torch.float64
+
+
+@pytest.mark.parametrize("features", [np.zeros((40, 8)), np.full((40, 8), 0.3), np.full((40, 8), 1e-30)])
+def test_tsne_of_equal_vectors_is_one_point(features):
+    """scikit-learn's initialization divides by their deviation, and its tree then crashes the process."""
+    assert np.array_equal(tsne(features), np.zeros((40, 2)))
+
+
+def test_tsne_takes_duplicates():
+    features = np.ones((40, 8))
+    features[0] = 2
+    assert np.isfinite(tsne(features)).all()

@@ -76,7 +76,7 @@ def test_every_kind_of_image_gives_the_same_vectors(place, model, expected):
 
 
 def test_layers_and_poolings_are_chosen(place, model):
-    first, mean = model.embed(place / "photos", layer=0), model.embed(place / "photos", pooling="mean")
+    first, mean = model.embed(place / "photos", layer=0, pooling="mean"), model.embed(place / "photos", pooling="mean")
     assert not np.allclose(first, mean)
     with pytest.raises(UserError, match="no layer 9"):
         model.embed(place / "photos", layer=9)
@@ -216,3 +216,35 @@ def test_every_bar_works_in_a_notebook():
         text = path.read_text()
         assert "from tqdm import" not in text, path
         assert "isatty()" not in text or path.name in ("sweep.py",), path
+
+
+# ---- damaged weights
+
+
+def damaged(place, folder, value):
+    """The model with one weight of its last block changed, or with all weights zero."""
+    model = make("mae", alpha_min=0.7)
+    with torch.no_grad():
+        for weight in model.parameters() if value == 0 else [model.encoder.blocks[-1].attn.proj.bias]:
+            weight.fill_(value)
+    return write_model(folder / "model", model.state_dict(), model_card(model, PREPROCESS))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_features_that_are_not_finite_are_refused_with_their_layer(place, tmp_path, value):
+    path = damaged(place, tmp_path, value)
+    layers = len(make("mae").encoder.blocks)
+    with pytest.raises(UserError, match=rf"features of layer {layers} \(class\) contain NaN or infinity"):
+        anechoic.embed(str(path), str(place / "photos"), output=tmp_path / "v.npz")
+    assert not (tmp_path / "v.npz").exists()
+    with pytest.raises(UserError, match=f"features of layer {layers}"):
+        anechoic.load(path).embed(place / "photos")
+    assert np.isfinite(anechoic.load(path).embed(place / "photos", layer=0, pooling="mean")).all()
+
+
+def test_constant_features_are_warned_about(place, tmp_path):
+    path = damaged(place, tmp_path, 0)
+    with pytest.warns(UserWarning, match="are the same for all 5 images"):
+        anechoic.embed(str(path), str(place / "photos"), output=tmp_path / "v.npz")
+    with pytest.warns(UserWarning, match="are the same for all 5 images"):
+        anechoic.load(path).embed(place / "photos")

@@ -12,10 +12,13 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from zoo import make
 
+from anechoic.data.preprocess import Preprocess
 from anechoic.errors import UserError
 from anechoic.eval import extractors, frechet
 from anechoic.eval.inception import Inception
+from anechoic.runtime.checkpoint import model_card, write_model
 
 
 def features(count: int, dimensions: int = 16, *, seed: int = 0, shift: float = 0.0) -> np.ndarray:
@@ -276,3 +279,12 @@ def test_gray_images_are_shown_in_color_and_others_refused() -> None:
     torch.testing.assert_close(extractor(gray), torch.ones(2, 3))
     with pytest.raises(UserError, match="3 channels, these have 2"):
         extractor(torch.zeros(1, 2, 4, 4, dtype=torch.uint8))
+
+
+def test_diffusion_runs_are_refused_as_extractors(tmp_path) -> None:
+    for family in ("uvit-conditional", "sit"):
+        model = make(family)
+        preprocess = Preprocess((0.5,) * 3, (0.5,) * 3, 16, 3)
+        write_model(tmp_path / family, model.state_dict(), model_card(model, preprocess))
+        with pytest.raises(UserError, match=f"{family} is a diffusion model, whose features depend on a noise level"):
+            extractors.extractor_named(str(tmp_path / family))

@@ -14,7 +14,7 @@ from PIL import Image
 
 from anechoic.errors import UserError
 from anechoic.eval import segmentation as segment
-from anechoic.eval.spectral import (
+from anechoic.eval.segmentation import (
     SIDE,
     SpectralOptions,
     pooled,

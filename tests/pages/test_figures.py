@@ -90,5 +90,5 @@ def test_nothing_to_draw():
 
 def test_only_pictures_need_matplotlib():
     """Judging without drawing does not import it."""
-    code = "import sys, anechoic.eval.evaluator, anechoic.eval.segmenting; assert 'matplotlib' not in sys.modules"
+    code = "import sys, anechoic.eval.evaluator, anechoic.eval.segmentation; assert 'matplotlib' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

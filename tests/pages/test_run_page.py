@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -12,9 +13,13 @@ import anechoic
 from anechoic.cli.main import main
 from anechoic.config import Config, DataConfig, ModelConfig, OptimConfig, ShortcutConfig, ValidationConfig
 from anechoic.errors import UserError
+from anechoic.eval.verdict import late_gain
 from anechoic.pages.estimates import estimate
-from anechoic.pages.runs import open_run
+from anechoic.pages.run_page import report_page
+from anechoic.pages.runs import curves, facts, open_run
+from anechoic.pages.summary import Summary
 from anechoic.runtime.run import read_metrics
+from anechoic.server.page import status_of
 from anechoic.training.loop import fit
 
 pytestmark = pytest.mark.slow
@@ -118,8 +123,6 @@ def test_runs_are_compared_over_their_seeds(runs, tmp_path):
 
 def test_a_run_without_its_data_still_has_a_page(runs, tmp_path, monkeypatch):
     """Its curves stay; what cannot be measured is named; images given stand in."""
-    import shutil
-
     from anechoic.storage.files import read_json, sealed, unsealed, write_json
 
     moved = tmp_path / "moved"
@@ -207,3 +210,61 @@ def test_the_estimate_is_that_of_the_whole_length(capsys):
     resolved = config()
     assert 0 < seconds_per_image(resolved) < 0.1
     assert seconds_per_image(replace(resolved, optim=replace(resolved.optim, algorithm="muon"))) > 0
+
+
+BASE = {"kind": "train", "seen": 64, "loss": 1.0, "seconds": 1.0}
+DAMAGED = [
+    b"[]",
+    b"null",
+    b'"text"',
+    b'{"seen": 64}',
+    *(
+        json.dumps(BASE | change).encode()
+        for change in (
+            {"seen": "64"},
+            {"seen": True},
+            {"seen": -1},
+            {"seen": 10**30},
+            {"kind": 3},
+            {"loss": "low"},
+            {"loss": 10**400},
+            {"loss": {"a": 1}},
+            {"loss": [1.0]},
+            {"seconds": "long"},
+            {"rank_columns": ["a"]},
+            {"rank_columns": [[1.0]]},
+            {"note": {"x": 1}},
+        )
+    ),
+]
+LEGAL = [
+    {"loss": float("nan")},
+    {"loss": None},
+    {"images_per_second": 0, "seconds": None},
+    {"kind": "validation", "rank_columns": [], "held_out_loss": None},
+    {"kind": "validation", "rank_columns": 3.0, "token_norm": [1.0]},
+    {"kind": "unknown"},
+]
+
+
+def test_damaged_metrics_are_refused_with_their_line(runs, tmp_path):
+    shutil.copytree(runs / "alpha1-0", tmp_path / "run")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    intact = metrics.read_bytes()
+    for line in DAMAGED:
+        metrics.write_bytes(intact + line + b"\n")
+        with pytest.raises(UserError, match=r"Line 10 of .*metrics.jsonl is damaged"):
+            open_run(tmp_path / "run")
+
+
+@pytest.mark.parametrize("change", LEGAL)
+def test_unusual_metrics_have_a_page(runs, tmp_path, change):
+    shutil.copytree(runs / "alpha1-0", tmp_path / "run")
+    with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(BASE | {"seen": 64 * 24} | change) + "\n")
+    run = open_run(tmp_path / "run")
+    summary = Summary(run, "run", facts(run), curves(run), None, [], None, [])
+    assert report_page([summary], [], numbers={}, footer="")
+    status = status_of(run, state="running", resume_command="")
+    json.dumps({name: value for name, value in status.items() if name != "charts"}, allow_nan=False)
+    assert late_gain(run.records) is None or isinstance(late_gain(run.records), float)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import socket
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,8 +23,9 @@ from anechoic.data import open_source
 from anechoic.errors import UserError
 from anechoic.eval.encoders import run_encoder
 from anechoic.eval.reconstruction import filled_in, reconstructions
-from anechoic.runtime.checkpoint import checkpoints
+from anechoic.runtime.checkpoint import checkpoints, model_card, write_model
 from anechoic.runtime.run import Run, holder, read_metrics
+from anechoic.server.control import Control
 from anechoic.server.inference import hidden_patches
 from anechoic.training.loop import fit
 
@@ -274,3 +277,60 @@ def test_the_holder_is_the_owner_of_the_lock_on_this_machine(tmp_path):
         assert holder(tmp_path) is None
     (tmp_path / ".owner").write_text(f"process 1 on {socket.gethostname()}")  # left behind by a killed process
     assert holder(tmp_path) is None
+
+
+# ---- regressions
+
+
+def test_close_waits_for_a_slow_save(run):
+    class SlowTraining:
+        """Exits only when nobody limits the wait."""
+
+        ended = False
+
+        def poll(self):
+            return 0 if self.ended else None
+
+        def terminate(self):
+            pass
+
+        def wait(self, timeout=None):
+            if timeout is not None:
+                raise subprocess.TimeoutExpired("training", timeout)
+            self.ended = True
+
+    control = Control(run)
+    control.resumed = SlowTraining()
+    control.close()
+    assert control.resumed.ended
+
+
+def test_replaced_weights_are_served(run, pictures, tmp_path):
+    served = tmp_path / "run"
+    shutil.copytree(run, served)
+    image = (pictures / "03.jpg").read_bytes()
+    with serving(served) as client:
+        before = client.upload("/embed", image).json
+        model = anechoic.load(served)
+        with torch.no_grad():
+            model.encoder.blocks[-1].attn.proj.weight.mul_(2)
+        write_model(served / "model", model.state_dict(), model_card(model, model.preprocess))
+        after = client.upload("/embed", image).json
+        assert after["weights"] != before["weights"]
+        anechoic.embed(served, str(pictures), output=tmp_path / "v.npz")
+        np.testing.assert_allclose(after["vector"], np.load(tmp_path / "v.npz")["features"][3], rtol=1e-4, atol=1e-5)
+        with torch.no_grad():
+            model.encoder.blocks[-1].attn.proj.bias.fill_(float("nan"))
+            model.decoder_norm.bias.fill_(float("nan"))
+        write_model(served / "model", model.state_dict(), model_card(model, model.preprocess))
+        for path in ("/embed", "/patches", "/reconstruct"):
+            refused = client.upload(path, image)
+            assert (refused.status, "contain NaN or infinity" in refused.json["detail"]) == (400, True)
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e400", '"x"'])
+def test_values_that_are_no_json_numbers_are_refused(client, value):
+    body = f'{{"guidance": {value}}}'.encode()
+    answer = client.post("/sample", body, content_type="application/json")
+    assert answer.status == 422
+    assert answer.json["detail"][0]["loc"] == ["body", "guidance"]

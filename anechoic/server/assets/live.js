@@ -168,31 +168,52 @@
 
   // ---- painting: the first patch touched decides whether the stroke hides or shows
   const canvas = $("mask");
-  let hides = null, waiting = 0;
-  const place = (event) => {
+  let hides = null, waiting = 0, last = null;
+  // Position in units of patches.
+  const position = (event) => {
     const box = canvas.getBoundingClientRect();
-    const column = Math.floor(((event.clientX - box.left) / box.width) * grid.columns);
-    const row = Math.floor(((event.clientY - box.top) / box.height) * grid.rows);
+    return [((event.clientX - box.left) / box.width) * grid.columns, ((event.clientY - box.top) / box.height) * grid.rows];
+  };
+  const patch = ([x, y]) => {
+    const [column, row] = [Math.floor(x), Math.floor(y)];
     const inside = column >= 0 && row >= 0 && column < grid.columns && row < grid.rows;
     return inside ? row * grid.columns + column : -1;
   };
-  function paint(i) {
-    if (i < 0 || !grid) return;
-    if (hides && hidden.size < grid.rows * grid.columns - 1) hidden.add(i);
-    else if (!hides) hidden.delete(i);
+  function paint(...patches) {
+    if (!grid) return;
+    for (const i of patches) {
+      if (i < 0) continue;
+      if (hides && hidden.size < grid.rows * grid.columns - 1) hidden.add(i);
+      else if (!hides) hidden.delete(i);
+    }
     draw();
     clearTimeout(waiting);
     waiting = setTimeout(painted, 200);
   }
+  // Browsers coalesce moves: paint every patch on the line from the last position.
+  function stroke(event) {
+    const to = position(event), [dx, dy] = [to[0] - last[0], to[1] - last[1]];
+    const steps = Math.ceil(4 * Math.max(Math.abs(dx), Math.abs(dy), 0.25));
+    paint(...Array.from({ length: steps }, (_, i) => patch([last[0] + (dx * (i + 1)) / steps, last[1] + (dy * (i + 1)) / steps])));
+    last = to;
+  }
   canvas.addEventListener("pointerdown", (event) => {
     if (!grid) return;
     canvas.setPointerCapture(event.pointerId);
-    const i = place(event);
-    hides = !hidden.has(i);
-    paint(i);
+    last = position(event);
+    hides = !hidden.has(patch(last));
+    paint(patch(last));
   });
-  canvas.addEventListener("pointermove", (event) => { if (event.buttons && hides !== null && grid) paint(place(event)); });
-  canvas.addEventListener("pointerup", () => { hides = null; });
+  canvas.addEventListener("pointermove", (event) => {
+    if (!event.buttons || hides === null || !grid) return;
+    const moves = event.getCoalescedEvents?.() ?? [];
+    for (const move of moves.length ? moves : [event]) stroke(move);
+  });
+  canvas.addEventListener("pointerup", (event) => {
+    if (hides !== null && grid) stroke(event);
+    hides = null;
+  });
+  canvas.addEventListener("pointercancel", () => { hides = null; });
   canvas.addEventListener("focus", () => picture && draw());
   canvas.addEventListener("blur", () => picture && draw());
   canvas.addEventListener("keydown", (event) => {
