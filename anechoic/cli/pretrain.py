@@ -132,12 +132,12 @@ def introduction(config: Config, *, size: int, sized: bool) -> list[str]:
 def with_verdict(trained: Outcome, out: Path, source: Source | None) -> Outcome:
     """Return the outcome of a training with the verdict on it, and the command for its page."""
     from anechoic.errors import UserError
-    from anechoic.pages.runs import encoder_of, judge, open_run
+    from anechoic.pages.runs import encoder_of, open_run, verdict_on
 
     command = f"The whole report: anechoic report {shlex.quote(str(out))}"
     try:
         run = open_run(out)
-        verdict = judge(run, encoder_of(run), source=source, seed=run.config.seed)
+        verdict = verdict_on(run, encoder_of(run), source=source, seed=run.config.seed)
     except UserError as problem:
         return replace(trained, text=f"{trained.text}\nThere is no verdict: {problem}\n{command}")
     metrics = {**trained.metrics, "verdict": verdict.to_json()}

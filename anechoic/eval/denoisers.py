@@ -78,7 +78,7 @@ class NoisyEncoder(Encoder):
 
 @dataclass(frozen=True)
 class Denoiser:
-    """A trained denoiser; `encoder.preprocess` says which images it takes, be it through an autoencoder."""
+    """A trained denoiser; `encoder.preprocess` describes its images, which an autoencoder may encode first."""
 
     encoder: NoisyEncoder
 

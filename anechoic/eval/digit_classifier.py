@@ -1,6 +1,6 @@
 """A small scikit-learn classifier of handwritten digits, which evaluates generated digits and lends its features.
 
-It reads 8 x 8 gray images and is fitted in seconds on the embedded digits; it says nothing of anything else.
+It reads 8 x 8 gray images and is fitted in seconds on the embedded digits; it is meaningful for digits only.
 """
 
 from __future__ import annotations

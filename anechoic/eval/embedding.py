@@ -1,6 +1,6 @@
-"""Vectors of whatever images a Python program has at hand: `model.embed(...)`, and `load`, which makes such models.
+"""Vectors of images in Python: `model.embed(...)`, and `load`, which returns such models.
 
-Files, folders, archives, Pillow images, arrays and tensors take the same way as the images of `anechoic embed`.
+Files, folders, archives, Pillow images, arrays and tensors are processed as by `anechoic embed`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def embed(
     """Vectors (n, D) of a path (an image, a folder, an archive, `digits`, ...), a Pillow image, an array (H, W, C) or
     (n, H, W, C), a tensor (C, H, W) or (n, C, H, W) of uint8, or a list of paths, images, arrays or tensors.
 
-    Of a folder or archive, unreadable images are left out with a warning and named in `.skipped`; an image that was
+    Unreadable images of a folder or archive are skipped with a warning and listed in `.skipped`; an image that is
     named itself must be readable. pooling: class, mean or all; by default the class token if there is one.
     """
     source, named = as_source(images, channels=encoder.channels)
@@ -121,7 +121,7 @@ def load(path: str | Path) -> Network | Encoder:
     """Return a model in eval mode with `.embed(images)` and `.preprocess`: of a run, model or checkpoint directory the
     network itself, with `.config`; of timm:NAME or transformers:FOLDER an encoder around it (`.model`).
 
-    Of a run with EMA weights, those.
+    For a run with an EMA, the EMA weights.
     """
     if str(path).startswith(("timm:", "hf:", "transformers:")):
         return open_encoder(path)

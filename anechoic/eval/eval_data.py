@@ -27,7 +27,7 @@ class EvalData:
     classes: tuple[str, ...] | None = None
 
     def first(self, *, max_train: int | None, max_test: int | None) -> EvalData:
-        """At most so many samples of each part, evenly spaced, so that ordered data gives every class its share."""
+        """Return a maximum of samples per split, evenly spaced, so that ordered data keeps all classes."""
         train, train_labels = _part(self.train, self.train_labels, max_train) if self.train else (None, None)
         test, test_labels = _part(self.test, self.test_labels, max_test)
         return replace(self, train=train, train_labels=train_labels, test=test, test_labels=test_labels)
@@ -79,20 +79,22 @@ def open_eval_data(
         return split(first, holdout=holdout, seed=seed)
     second = open_source(test, labels=True, channels=channels)
     train_labels, test_labels, classes = common_labels(first, second)
-    return checked(EvalData(first, second, train_labels, test_labels, classes))
+    return check_classes(EvalData(first, second, train_labels, test_labels, classes))
 
 
 def split(source: Source, *, holdout: float, seed: int) -> EvalData:
     """The source in two parts; the labels' numbering stays."""
     train, test = hold_out_share(len(source), holdout, seed=seed)
     labels, _, classes = common_labels(source, source)
-    return checked(EvalData(Subset(source, train), Subset(source, test), labels[train], labels[test], classes))
+    return check_classes(EvalData(Subset(source, train), Subset(source, test), labels[train], labels[test], classes))
 
 
-def checked(eval_data: EvalData) -> EvalData:
+def check_classes(eval_data: EvalData) -> EvalData:
     assert eval_data.train_labels is not None
     if len(np.unique(eval_data.train_labels)) < 2:
-        raise UserError("The train data has one class only, so nothing can be told apart; give at least two classes.")
+        raise UserError(
+            "The train data has one class only, so there is nothing to distinguish; give at least two classes."
+        )
     return eval_data
 
 

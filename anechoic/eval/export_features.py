@@ -47,7 +47,7 @@ def embed_source(
 
 
 def write_vectors(path: Path, vectors: np.ndarray, *, names: Sequence[str], about: dict[str, str]) -> None:
-    """Names and float32 vectors (n, D) as .npz, .parquet or .csv; `about` says which encoder, layer and pooling.
+    """Names and float32 vectors (n, D) as .npz, .parquet or .csv; `about`: encoder, layer and pooling.
 
     Rows are streamed, so `vectors` may be a file itself.
     """

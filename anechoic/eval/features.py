@@ -121,7 +121,7 @@ def choose_layers(layers: Sequence[int] | AllLayers, *, count: int) -> list[int]
 
 
 def with_output(stream: list[Tensor], output: object) -> list[Tensor]:
-    """The stream, and what the model hands out if that is the last layer's tokens behind a norm."""
+    """Return the stream, and the model's output if that is the last layer's tokens behind a norm."""
     last = stream[-1]
     # NaN is no layer of its own because it differs from itself.
     if (

@@ -364,7 +364,7 @@ class Scores:
 
 
 def overlap_counts(found: np.ndarray, labels: np.ndarray, *, clusters: int, classes: int, void: int) -> np.ndarray:
-    """(clusters, classes): how many pixels of each cluster carry each label; void pixels are left out."""
+    """Return (clusters, classes): the number of pixels of each cluster with each label, without void pixels."""
     valid = labels != void
     wrong = labels[valid & ((labels < 0) | (labels >= classes))]
     if len(wrong):

@@ -1,4 +1,4 @@
-"""Did training work? Signals of a run that need no label, and what follows from them in words.
+"""Did training work? Signals of a run that need no label, and a verdict in words.
 
 Collapsed, worse than raw pixels, plateaued or learning, with the reasons and what to try. How far each signal can be
 trusted was measured on labeled data (docs/report.md); the verdict rests on those that predicted k-NN there. It opens
@@ -19,7 +19,7 @@ from anechoic.eval.encoders import Encoder, RawPixels, seeded
 from anechoic.eval.eval_data import EvalData
 from anechoic.eval.evaluator import EvalSpec, Evaluation, Evaluator
 
-# Images that are looked at; more would only take longer.
+# Maximum number of images that are measured.
 SAMPLES = 512
 # Collapsed: the features fill fewer directions than this, and find an image no more often than its pixels do. Above it
 # rank decides nothing: whether it predicts anything depends on the data.
@@ -27,13 +27,13 @@ LEAST_RANK = 1.5
 # Plateaued: the last third of the training brought less than this share of all that the loss fell, or hidden patches
 # are guessed less than this share better than by the mean patch.
 LEAST_LATE_GAIN, LEAST_SKILL = 0.02, 0.05
-# A difference of two shares counts if it is larger than so many standard errors.
+# A difference of two shares counts if it is larger than this number of standard errors.
 ERRORS = 2.0
 
 
 @dataclass(frozen=True)
 class Signals:
-    """None where a signal does not exist: no autoencoder, no untrained twin, no pixels, too short a curve.
+    """None where a signal does not exist: no autoencoder, no untrained network, no pixels, too short a curve.
 
     late_gain: of all that the held-out loss fell, the share that fell in the last third of the training so far.
     """
@@ -113,15 +113,15 @@ def measure(
     spec = EvalSpec(("rank", "crops", "reconstruction"), poolings=("mean",), max_test=SAMPLES, seed=seed)
     late = late_gain(records)
     try:
-        own = looked_at(encoder, source, spec, device)
+        own = evaluate(encoder, source, spec, device)
     except NotFiniteError:
         return Signals(0, rank=0.0, late_gain=late)
     pixels = Encoder("raw pixels", RawPixels(), encoder.preprocess)
-    of_pixels = looked_at(pixels, source, replace(spec, metrics=("crops",)), device)
+    of_pixels = evaluate(pixels, source, replace(spec, metrics=("crops",)), device)
     untrained: Mapping[str, Any] = {}
     if encoder.untrained is not None:
-        twin = replace(encoder, name="untrained", model=seeded(encoder.untrained, seed=seed), untrained=None)
-        untrained = last(looked_at(twin, source, replace(spec, metrics=("rank", "crops")), device))
+        fresh = replace(encoder, name="untrained", model=seeded(encoder.untrained, seed=seed), untrained=None)
+        untrained = last(evaluate(fresh, source, replace(spec, metrics=("rank", "crops")), device))
     return Signals(
         own.counts["test_samples"],
         masked_loss=own.network.get("masked_loss"),
@@ -137,7 +137,7 @@ def measure(
     )
 
 
-def looked_at(encoder: Encoder, source: Source, spec: EvalSpec, device: str) -> Evaluation:
+def evaluate(encoder: Encoder, source: Source, spec: EvalSpec, device: str) -> Evaluation:
     return Evaluator(spec, device=device, cached=False).run(encoder, EvalData(None, source, None, None))
 
 
@@ -234,14 +234,16 @@ def reasons_of(signals: Signals) -> list[str]:
 def advice_of(word: Word, signals: Signals, alpha_min: float | None) -> list[str]:
     decayed = alpha_min is not None and alpha_min < 1
     if word == "collapsed":
-        return [f"a lower peak rate (--lr), {'a larger --alpha-min' if decayed else 'a longer run'}, other data."]
+        return [
+            f"a lower peak learning rate (--lr), {'a larger --alpha-min' if decayed else 'a longer run'}, other data."
+        ]
     if word == "worse than raw pixels":
         return [
             "more epochs, more images or a smaller patch; until then a pretrained encoder (timm:NAME, "
             "transformers:FOLDER) is the better start."
         ]
     if word == "plateaued":
-        return ["more images, a larger model or a higher peak rate; more epochs alone will change little."]
+        return ["more images, a larger model or a higher peak learning rate; more epochs alone will change little."]
     if signals.late_gain is not None and signals.late_gain > 2 * LEAST_LATE_GAIN:
         return ["more epochs: the loss was still falling."]
     return []

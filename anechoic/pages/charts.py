@@ -42,7 +42,7 @@ class Scale(NamedTuple):
 
 
 def round_ticks(low: float, high: float, *, about: int = 5) -> list[float]:
-    """Round numbers between low and high, about so many."""
+    """Return round numbers between low and high, approximately `about` of them."""
     rough = (high - low) / about or 1.0
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
@@ -62,7 +62,7 @@ def line_chart(
     dots: bool = True,
 ) -> Html:
     """lines: name -> (x, y). bands: name -> (low, high) at the line's x, such as an interval. marks: name -> x of an
-    upright line. What is None or not finite is left out."""
+    upright line. Values that are None or not finite are skipped."""
     points = {name: finite(*line) for name, line in lines.items()}
     values = [y for line in points.values() for _, y in line]
     for low, high in (bands or {}).values():

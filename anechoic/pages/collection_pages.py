@@ -61,7 +61,7 @@ class Pictures:
 
 
 def search_page(result: Mapping[str, Any], queries: Sequence[Query], found_in: Source) -> str:
-    """result: the verb's JSON."""
+    """result: the command's JSON."""
     metrics = result["metrics"]
     pictures = Pictures(found_in)
     sections = []
@@ -84,7 +84,7 @@ def search_page(result: Mapping[str, Any], queries: Sequence[Query], found_in: S
 
 
 def explore_page(result: Mapping[str, Any], index: Index, found: Exploration) -> str:
-    """result: the verb's JSON; found: for the map and the lists in full."""
+    """result: the command's JSON; found: for the map and the lists in full."""
     metrics = result["metrics"]
     pictures, names = Pictures(index.source), index.names()
     lead = (

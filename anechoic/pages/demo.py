@@ -1,6 +1,6 @@
-"""The main job in one go: two autoencoders of drawings that differ in their shortcuts alone, trained and evaluated.
+"""The demo: two autoencoders of drawings that differ in their shortcuts only, trained and evaluated.
 
-It chooses what the evaluator measures and words the result; the page is showcase.py's.
+It chooses what the evaluator measures and words the result; the page is in demo_page.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from anechoic.runtime.run import last_seen
 from anechoic.runtime.subprocesses import Subprocesses
 from anechoic.storage.files import read_json, write_json
 
-# Things and the hands that draw them; no label is read in training.
+# Objects in several styles; no label is read in training.
 SOURCE = "emoji"
 # Name of the run -> its alpha_min.
 ARMS = {"residual": 1.0, "decayed": 0.6}
@@ -38,7 +38,7 @@ ARMS = {"residual": 1.0, "decayed": 0.6}
 class Demo:
     """rows: one per encoder, of its last block. layers: measure -> arm -> value per layer, the embedding first.
 
-    across: encoder -> layer -> (nearest, place) as `places` gives them, of the mean token.
+    across: encoder -> layer -> (nearest, rank) as `retrieval_ranks` returns them, of the mean token.
     """
 
     rows: list[dict[str, Any]]
@@ -61,7 +61,7 @@ def run_demo(out: Path, *, samples: int, seed: int) -> Demo:
     untrained = extract(beside["untrained"], drawings, layers=(0, -1))
     every = {"raw pixels": pixels, "untrained": untrained, **subjects}
     found = {name: measure(subject) for name, subject in every.items()}
-    across = {name: across_hands(subject) for name, subject in every.items()}
+    across = {name: ranks_across_styles(subject) for name, subject in every.items()}
     rows = [last_row(name, subject, found[name], drawings) for name, subject in every.items()]
     layers = {words: {name: column(found[name], key) for name in ARMS} for key, words in LAYERS.items()}
     return Demo(rows, layers, across, subjects, training_seconds)
@@ -71,7 +71,7 @@ def run_demo(out: Path, *, samples: int, seed: int) -> Demo:
 
 
 def train_arms(out: Path, *, samples: int, seed: int) -> None:
-    """Both at once, a process and a core each; a finished arm returns at once and a stopped one goes on."""
+    """Train both arms at the same time, a process each; a finished arm is skipped and an interrupted one resumes."""
     out.mkdir(parents=True, exist_ok=True)
     configs = {name: arm(alpha_min, samples=samples, seed=seed) for name, alpha_min in ARMS.items()}
     processes: dict[str, subprocess.Popen] = {}
@@ -87,9 +87,9 @@ def train_arms(out: Path, *, samples: int, seed: int) -> None:
             follow(out, processes, children, total=samples * len(processes))
     for name, process in processes.items():
         if process.returncode:
-            story = out / f"{name}.log"
-            last = "".join(story.read_text().strip().splitlines()[-1:])
-            raise UserError(f"The {name} autoencoder could not be trained: {last} ({story} has the whole story)")
+            log_file = out / f"{name}.log"
+            last = "".join(log_file.read_text().strip().splitlines()[-1:])
+            raise UserError(f"The {name} autoencoder could not be trained: {last} (see {log_file})")
 
 
 def arm(alpha_min: float, *, samples: int, seed: int) -> Config:
@@ -130,8 +130,8 @@ def follow(out: Path, processes: dict[str, subprocess.Popen], children: Subproce
 
 # What is measured of every layer -> how it is called on the page.
 LAYERS = {
-    "retrieval_mean": "same thing, mean token (%)",
-    "retrieval_class": "same thing, class token (%)",
+    "retrieval_mean": "same object, mean token (%)",
+    "retrieval_class": "same object, class token (%)",
     "rank_columns_mean": "effective rank, centered",
     "cka_mean": "echo (CKA with the embedding)",
 }
@@ -150,31 +150,31 @@ def poolings_of(encoder: Encoder) -> tuple[Any, ...]:
 
 
 def measure(subject: Subject) -> list[dict[str, Any]]:
-    """Of every layer and token: the same thing by another hand, effective rank, the echo."""
+    """Measure retrieval across styles, effective rank and echo of every layer and token."""
     return Evaluator(subject.spec).measure(subject).rows
 
 
 def column(rows: list[dict[str, Any]], key: str) -> list[float]:
-    """One value per layer; shares in per cent."""
+    """Return one value per layer; shares in percent."""
     name, _, pooling = key.rpartition("_")
     values = [row[name] for row in rows if row["pooling"] == pooling]
     return [percent(value) for value in values] if name == "retrieval" else [float(value) for value in values]
 
 
-def across_hands(subject: Subject) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Of every layer, mean token: which drawing by another hand is nearest, and where the same thing comes."""
-    things, styles = (facet(subject, name) for name in ("object", "style"))
+def ranks_across_styles(subject: Subject) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """Return for every layer (mean token) the nearest drawing in another style and the rank of the same object."""
+    objects, styles = (facet(subject, name) for name in ("object", "style"))
     means = {layer: x for (layer, pooling), x in subject.sets.items() if pooling == "mean"}
-    return {layer: retrieval_ranks(x, things, styles) for layer, x in means.items()}
+    return {layer: retrieval_ranks(x, objects, styles) for layer, x in means.items()}
 
 
 def last_row(name: str, subject: Subject, rows: list[dict[str, Any]], drawings: EvalData) -> dict[str, Any]:
-    """What the last layer is worth, frozen."""
+    """Return the row of the last layer, frozen."""
     encoder = subject.encoder
     last = {row["pooling"]: row for row in rows if row["layer"] == len(encoder.widths) - 1}
     row: dict[str, Any] = {"encoder": name, "mean": percent(last["mean"]["retrieval"])}
     row["class"] = percent(last["class"]["retrieval"]) if "class" in last else None
-    # Whitening thousands of channels takes longer than it tells.
+    # Whitening thousands of channels takes too long.
     wide = name == "raw pixels"
     more = ("group_vote",) if wide else ("retrieval_whitened", "group_vote")
     whole = Evaluator(EvalSpec(more, layers=(-1,), poolings=("mean",))).measure(subject).rows[0]
@@ -206,7 +206,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def verdict(demo: Demo) -> str:
-    """What was measured about the two, whichever way it came out, and how far it can be trusted."""
+    """Return the result in words, and how far it can be trusted."""
     by_name = {found["encoder"]: found for found in demo.rows}
     residual, decayed = by_name["residual"], by_name["decayed"]
     gap = decayed["mean"] - residual["mean"]
@@ -216,12 +216,12 @@ def verdict(demo: Demo) -> str:
     pixels, untrained = by_name["raw pixels"]["mean"], by_name["untrained"]["mean"]
     tokens = max(residual["tokens"], decayed["tokens"])
     return (
-        f"After this short training the decayed encoder is {words} its residual twin{by}: the nearest drawing by "
-        f"another hand is the same thing in {decayed['mean']:.1f} against {residual['mean']:.1f} % of cases (mean "
+        f"After this short training the decayed encoder is {words} the residual one{by}: the nearest drawing in "
+        f"another style is the same object in {decayed['mean']:.1f} against {residual['mean']:.1f} % of cases (mean "
         f"token, last block; untrained {untrained:.1f} %). Block by block the decayed one is best after block "
         f"{bests['decayed'][0]} ({bests['decayed'][1]:.1f} %), the residual one after block {bests['residual'][0]} "
-        f"({bests['residual'][1]:.1f} %). Raw pixels find {pixels:.1f} %: they keep where everything is, which a mean "
-        f"over patches gives up; all patch tokens together find {tokens:.1f} %. This is one seed and one short "
+        f"({bests['residual'][1]:.1f} %). Raw pixels find {pixels:.1f} %: they keep the layout, which a mean over "
+        f"patches loses; all patch tokens together find {tokens:.1f} %. This is one seed and one short "
         f"training, which decides nothing about the method: docs/evidence/emoji-styles.md has five seeds at a fair "
         f"learning rate, and docs/when-does-it-pay.md when to expect the paper's gains."
     )

@@ -1,4 +1,4 @@
-"""The page of the demo: pick a thing, and see block by block whether an encoder finds it drawn by another hand.
+"""The page of the demo: pick an object, and see block by block whether an encoder finds it in another style.
 
 Below that the table, every layer, maps, reconstructions and the training. Its own script and style are assets/demo.*.
 """
@@ -39,23 +39,27 @@ from anechoic.pages.html import (
 from anechoic.pages.thumbnails import sheet
 from anechoic.runtime.run import read_metrics
 
-MAPPED_THINGS, NEIGHBORS = 200, 6
+MAPPED_OBJECTS, NEIGHBORS = 200, 6
+OPENING = (
+    "The drawing is compared with all drawings of the other style, by the mean token after every block. The page opens "
+    "with an object that both networks find after their last block and neither after its first; most are not found."
+)
 
 
 def demo_page(demo: Demo, out: Path, result: Mapping[str, Any]) -> str:
     """result: the outcome as JSON, embedded in the page."""
     subject = demo.subjects["decayed"]
     samples, seed = result["config"]["samples"], result["seed"]
-    things, styles = (len(np.unique(facet(subject, name))) for name in ("object", "style"))
+    objects, styles = (len(np.unique(facet(subject, name))) for name in ("object", "style"))
     lead = (
-        f"{things:,} things, each drawn by {styles} hands. The hand changes the pixels, the thing stays. Two masked "
-        f"autoencoders saw the drawings, {samples:,} of them each, without being told what or whose they are: one with "
-        f"residual connections (alpha_min {ARMS['residual']:g}), one whose identity shortcuts decay with depth "
-        f"(alpha_min {ARMS['decayed']:g}), all else equal. Which one has learned the thing, and which the drawing?"
+        f"{objects:,} objects, each drawn in {styles} styles. The style changes the pixels, the object stays. Two "
+        f"masked autoencoders were trained on {samples:,} drawings each, without labels: one with residual connections "
+        f"(alpha_min {ARMS['residual']:g}), one whose identity shortcuts decay with depth (alpha_min "
+        f"{ARMS['decayed']:g}), all else equal. Which one represents the object, and which the style?"
     )
     sections = [
-        Section("Pick a thing", [opening(), picker(demo)]),
-        Section("What they are worth", worth(demo, things)),
+        Section("Pick an object", [OPENING, picker(demo)]),
+        Section("Results", worth(demo, objects)),
         Section("Block by block", [charts(demo)]),
         Section("Maps", maps(demo, seed=seed)),
         Section("Reconstructions", [drawn_reconstructions(demo, out / "figures", seed=seed)]),
@@ -66,7 +70,7 @@ def demo_page(demo: Demo, out: Path, result: Mapping[str, Any]) -> str:
         "EmojiOne 2, under the licenses in anechoic/data/emoji_sheets/ATTRIBUTION.md."
     )
     return page(
-        "One thing, five hands" if styles == 5 else f"One thing, {styles} hands",
+        "One object, five styles" if styles == 5 else f"One object, {styles} styles",
         sections,
         lead=lead,
         footer=footer,
@@ -80,23 +84,23 @@ def demo_page(demo: Demo, out: Path, result: Mapping[str, Any]) -> str:
 
 
 def picker(demo: Demo) -> Html:
-    """A thing, a hand that draws it and a hand to search; the rest is the script's."""
+    """Return the picker: an object, its style, and the style to search in; assets/demo.js does the rest."""
     index = read_index()
     subject = demo.subjects["decayed"]
-    things, styles = (np.unique(facet(subject, name)) for name in ("object", "style"))
+    objects, styles = (np.unique(facet(subject, name)) for name in ("object", "style"))
     layers = [(name, layer, found) for name, by_layer in demo.across.items() for layer, found in by_layer.items()]
     data = {
-        "things": [spaced(index["names"][thing]) for thing in things],
-        "tiles": things,
+        "objects": [spaced(index["names"][object_]) for object_ in objects],
+        "tiles": objects,
         "kinds": index["group_names"],
-        "kind": index["groups"][things],
-        "hands": [index["styles"][style] for style in styles],
+        "kind": index["groups"][objects],
+        "styles": [index["styles"][style] for style in styles],
         "sheets": [data_uri(SHEETS / f"{index['styles'][style]}.webp") for style in styles],
         "columns": index["columns"],
         "rows": -(-len(index["names"]) // index["columns"]),
         "searches": [{"encoder": name, "layer": layer} for name, layer, _ in layers],
         "nearest": packed([found[0] for _, _, found in layers]),
-        "place": packed([found[1] for _, _, found in layers]),
+        "rank": packed([found[1] for _, _, found in layers]),
     }
     without = "<noscript>Choosing needs JavaScript; the numbers below do not.</noscript>"
     return Html(f'<div id="picker">{embedded(data)}{without}</div>')
@@ -104,14 +108,6 @@ def picker(demo: Demo) -> Html:
 
 def spaced(name: str) -> str:
     return name.replace("-", " ")
-
-
-def opening() -> str:
-    return (
-        "Its drawing is compared with all drawings by the other hand, by the mean token after every block. The page "
-        "opens with a thing that both networks find after their last block and neither after its first; most are not "
-        "found."
-    )
 
 
 def packed(arrays: list[np.ndarray]) -> str:
@@ -122,12 +118,12 @@ def packed(arrays: list[np.ndarray]) -> str:
 # ---- numbers
 
 
-def worth(demo: Demo, things: int) -> list[str]:
+def worth(demo: Demo, objects: int) -> list[str]:
     caption = (
-        f"Frozen, last block. How often the nearest of {things:,} drawings by another hand is the same thing, in per "
-        "cent, mean over pairs of hands, by the mean token (as it is, and whitened), class token, and all patch tokens "
-        "as one vector; how often the nearest drawings of other things by other hands are of the same kind; effective "
-        "rank and echo of the mean token."
+        f"Frozen, last block. How often the nearest of {objects:,} drawings in another style is the same object, in "
+        "percent, mean over pairs of styles, by the mean token (raw and whitened), the class token, and all patch "
+        "tokens as one vector; how often the nearest drawings of other objects in other styles are of the same kind; "
+        "effective rank and echo of the mean token."
     )
     rows = [[found[key] for key in HEADER] for found in demo.rows]
     return [note(verdict(demo)), table(list(HEADER.values()), rows), caption]
@@ -143,7 +139,7 @@ def charts(demo: Demo) -> Html:
         )
         for words, arms in demo.layers.items()
     ]
-    return figure("Every layer of both; what is hidden in the last one may be found in another.", drawn)
+    return figure("Every layer of both networks; an earlier layer may be better than the last one.", drawn)
 
 
 def training_curves(out: Path) -> Html:
@@ -154,41 +150,41 @@ def training_curves(out: Path) -> Html:
         )
         for key, words in (("loss", "training loss"), ("held_out_loss", "loss on held-out drawings"))
     ]
-    return figure("Both have the same budget, rate and order of drawings.", drawn)
+    return figure("Both have the same budget, learning rate and order of drawings.", drawn)
 
 
 # ---- pictures
 
 
 def maps(demo: Demo, *, seed: int) -> list[str]:
-    """Both encoders on the same drawings, colored by the hand: mixed colors mean that the thing counts."""
+    """Return maps of both encoders on the same drawings, colored by style."""
     parts: list[str] = [
-        "Drawings that lie close are alike to the encoder (t-SNE of the last block's mean token). Colors are hands: "
-        "where they mix, the thing counts for more than the drawing."
+        "Drawings that lie close are similar to the encoder (t-SNE of the last block's mean token). Colors are styles: "
+        "where they mix, the object counts for more than the style."
     ]
     for name, subject in demo.subjects.items():
-        parts += [heading(f"{name}, alpha_min {ARMS[name]:g}"), hands_map(subject, seed=seed)]
+        parts += [heading(f"{name}, alpha_min {ARMS[name]:g}"), style_map(subject, seed=seed)]
     return parts
 
 
-def hands_map(subject: Subject, *, seed: int) -> Html:
+def style_map(subject: Subject, *, seed: int) -> Html:
     index = read_index()
-    things, styles = (facet(subject, name) for name in ("object", "style"))
-    shown = np.unique(things)[sampled(len(np.unique(things)), MAPPED_THINGS, seed=seed)]
-    rows = np.flatnonzero(np.isin(things, shown))
+    objects, styles = (facet(subject, name) for name in ("object", "style"))
+    shown = np.unique(objects)[sampled(len(np.unique(objects)), MAPPED_OBJECTS, seed=seed)]
+    rows = np.flatnonzero(np.isin(objects, shown))
     vectors = subject.sets[len(subject.encoder.widths) - 1, "mean"][rows]
     found = nearest(vectors, vectors, k=NEIGHBORS + 1).indices.tolist()
     source = subject.eval_data.test
     pictures = [image.permute(1, 2, 0).numpy() for image in source.read_many(rows.tolist())]  # type: ignore[union-attr]
     return point_map(
         tsne(vectors, seed=seed),
-        names=[spaced(index["names"][thing]) for thing in things[rows]],
+        names=[spaced(index["names"][object_]) for object_ in objects[rows]],
         groups=index["styles"],
         group=styles[rows].tolist(),
         sheet=sheet(pictures, side=48),
         neighbors=[[j for j in near if j != i][:NEIGHBORS] for i, near in enumerate(found)],
-        filter_label="Hand",
-        caption=f"{len(rows):,} drawings of {len(np.unique(shown))} things.",
+        filter_label="Style",
+        caption=f"{len(rows):,} drawings of {len(np.unique(shown))} objects.",
     )
 
 

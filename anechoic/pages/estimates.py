@@ -10,13 +10,13 @@ from typing import TypeVar
 import numpy as np
 
 X = TypeVar("X", float, str)
-# So many seeds tell their own spread.
+# Seeds that are needed to estimate their spread.
 ENOUGH = 3
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over n seeds; half: half the width of its 95 % interval, None if it cannot be told from one seed."""
+    """A mean over n seeds; half: half the width of its 95 % interval, None for a single seed."""
 
     mean: float
     half: float | None

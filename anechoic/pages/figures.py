@@ -38,7 +38,7 @@ STYLE: Any = {
 
 
 def save(figure: Figure, path: str | Path) -> list[Path]:
-    """Write path.png and path.svg; the same picture gives the same bytes."""
+    """Write path.png and path.svg; the same figure has the same bytes."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     png, svg = path.parent / f"{path.name}.png", path.parent / f"{path.name}.svg"

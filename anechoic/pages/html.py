@@ -18,7 +18,7 @@ from anechoic.outcome import plain
 from anechoic.pages.tables import cell
 from anechoic.storage.files import write_aside
 
-# Groups on a map differ in color, then in shape too (page.js draws the same); longer legends are left out.
+# Groups on a map differ in color, then in shape too (page.js draws the same); longer legends are omitted.
 COLORS, SHAPES, MAX_LEGEND = 7, "●■▲◆", 28
 ASSETS = Path(__file__).parent / "assets"
 MIME = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"RIFF": "image/webp", b"<svg": "image/svg+xml"}
@@ -162,8 +162,8 @@ def table(
         + "</tr>"
         for i, row in enumerate(rows)
     ]
-    told = f"<caption>{safe(caption)}</caption>" if caption else ""
-    inside = f"<table>{told}<thead><tr>{top}</tr></thead>\n<tbody>" + "\n".join(lines) + "</tbody></table>"
+    title = f"<caption>{safe(caption)}</caption>" if caption else ""
+    inside = f"<table>{title}<thead><tr>{top}</tr></thead>\n<tbody>" + "\n".join(lines) + "</tbody></table>"
     return Html(
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption or "table")}">{inside}</div>'
     )
@@ -183,7 +183,7 @@ def _cell(value: Any, right: bool) -> str:
 
 
 def download(name: str, header: Sequence[str], rows: Sequence[Sequence[Any]], *, label: str = "") -> Html:
-    """A button that hands out the list as a CSV file of this name."""
+    """Return a button that saves the list as a CSV file of this name."""
     words = label or f"Save {name} ({len(rows)} rows)"
     button = f'<button type="button" class="plain download" data-name="{escape(name)}">{escape(words)}</button>'
     return Html(f'<div class="controls">{button}{embedded([list(header), *map(list, rows)])}</div>')
@@ -290,9 +290,9 @@ def point_map(
     )
     help_text = "Point at a mark, or use the arrow keys on the map; + and − zoom, dragging moves."
     help_text += " Click or press Enter for the nearest images." if neighbors is not None else ""
-    told = f'<div class="legend">{legend}</div>' if 1 < len(groups) <= MAX_LEGEND else ""
+    marks = f'<div class="legend">{legend}</div>' if 1 < len(groups) <= MAX_LEGEND else ""
     return Html(
-        f'<figure class="map">{embedded(data)}{controls}{stage}{told}<div class="picked" aria-live="polite"></div>'
+        f'<figure class="map">{embedded(data)}{controls}{stage}{marks}<div class="picked" aria-live="polite"></div>'
         f"<figcaption>{safe(caption)} {escape(help_text)}</figcaption></figure>"
     )
 

@@ -103,7 +103,7 @@ def facts_table(summaries: Sequence[Summary]) -> Html:
         "epochs": "epochs",
         "seconds": "time",
         "algorithm": "optimizer",
-        "lr": "peak rate",
+        "lr": "peak learning rate",
         "batch_size": "batch",
         "seed": "seed",
         "started": "started",
@@ -131,9 +131,9 @@ def comparison_parts(rows: Sequence[Mapping[str, Any]], summaries: Sequence[Summ
         for row in rows
     ]
     header = ["runs with", "measure", "seeds", "mean ± 95 %", f"difference from {first}"]
-    told = table(header, cells, caption="Means over seeds. A difference whose interval includes 0 is undecided.")
+    means = table(header, cells, caption="Means over seeds. A difference whose interval includes 0 is undecided.")
     alone = max(row["seeds"] for row in rows) < 2
-    return [told, *(["One seed each: there is no interval, and a difference may be chance."] if alone else [])]
+    return [means, *(["One seed each: there is no interval, and a difference may be chance."] if alone else [])]
 
 
 def interval(found: Mapping[str, Any] | None, *, signed: bool = False) -> str:
@@ -251,8 +251,8 @@ def reconstruction_parts(subject: Subject) -> list[str]:
     seed = subject.spec.seed
     images = images_of(subject, sampled(count_of(subject), SHOWN, seed=seed))
     strips = [strip(*three) for three in zip(*reconstructions(encoder, images, seed=seed), strict=True)]
-    told = "Left the image, in the middle what the encoder saw of it, right what the decoder made of that."
-    return [figure(told, [thumbnail(picture, side=330) for picture in strips])]
+    caption = "Left: the image. Middle: the patches that the encoder sees. Right: the decoder's prediction."
+    return [figure(caption, [thumbnail(picture, side=330) for picture in strips])]
 
 
 def strip(image: np.ndarray, hidden: np.ndarray, predicted: np.ndarray) -> np.ndarray:
@@ -290,12 +290,12 @@ def neighbor_parts(subject: Subject) -> list[str]:
     units = Searchable.of(vectors, SCALING).units
     near = nearest_others(units, queries, k=k)
     parts: list[str] = [
-        "The first of each row, framed, was looked for among all the others, by the mean token of the last layer."
+        "The framed image of each row is the query; its nearest neighbors follow, by the mean token of the last layer."
     ]
     for query, found, similarities in zip(queries, near.indices.numpy(), near.similarities.tolist(), strict=True):
         rows = np.array([query, *found])
-        told = ["", *(f"{similarity:.3f}" for similarity in similarities)]
-        shown = zip(rows, pictures_of(subject, rows), told, strict=True)
+        labels = ["", *(f"{similarity:.3f}" for similarity in similarities)]
+        shown = zip(rows, pictures_of(subject, rows), labels, strict=True)
         parts.append(
             grid(
                 [

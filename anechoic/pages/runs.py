@@ -150,7 +150,7 @@ def held_out_of(run: RunOnDisk, source: Source | None = None) -> Source:
     return Subset(source, hold_out(len(source), run.config.data.holdout, group=source.group_size)[1])
 
 
-def judge(
+def verdict_on(
     run: RunOnDisk,
     encoder: Encoder,
     *,
@@ -159,7 +159,7 @@ def judge(
     device: str = "auto",
     seed: int = 0,
 ) -> Verdict:
-    """The verdict on images held out of the training, or, where there are none any more, on those given."""
+    """Return the verdict on images held out of the training or, if there are none, on the given ones."""
     try:
         source = held_out_of(run, source)
     except UserError:

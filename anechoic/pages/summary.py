@@ -13,7 +13,7 @@ from anechoic.eval.evaluator import EvalSpec, Evaluator, Subject, usable_metrics
 from anechoic.eval.metrics.registry import columns, find_metric, report_metrics
 from anechoic.eval.verdict import Verdict
 from anechoic.pages.estimates import Estimate, estimate
-from anechoic.pages.runs import RunOnDisk, curves, encoder_of, facts, images_for, judge, weights_of
+from anechoic.pages.runs import RunOnDisk, curves, encoder_of, facts, images_for, verdict_on, weights_of
 
 # Settings in which runs of one arm may differ: they change no distribution that anybody asks about.
 NOT_THE_ARM = ("seed", "devices", "threads", "data.workers", "compile", "recompute", "fused", "recipe")
@@ -68,7 +68,7 @@ class Summary:
 def summarize(
     run: RunOnDisk, *, name: str, data: str | None = None, samples: int = 2000, device: str = "auto", seed: int = 0
 ) -> Summary:
-    """What cannot be measured, for want of weights, images or labels, is named instead."""
+    """Measure a run; what cannot be measured without weights, images or labels is listed as missing."""
     missing: list[str] = []
     rows: list[dict[str, Any]] = []
     verdict, subject, weights = None, None, None
@@ -78,7 +78,7 @@ def summarize(
     except UserError as problem:
         return Summary(run, name, facts(run), curves(run), None, [], None, [str(problem)])
     try:
-        verdict = judge(run, encoder, data=data, device=device, seed=seed)
+        verdict = verdict_on(run, encoder, data=data, device=device, seed=seed)
     except UserError as problem:
         missing.append(f"There is no verdict: {problem}")
     try:

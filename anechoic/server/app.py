@@ -1,6 +1,6 @@
 """The application: a live page, and a JSON API whose description is /openapi.json. Every answer is bounded.
 
-A mistake is told in a sentence with status 400, a run that has nothing to show yet with 409, a full queue with 503.
+Errors are sentences: status 400 for mistakes, 409 for a run that is being trained, 503 for a full queue.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from anechoic.errors import UserError
 from anechoic.server.control import Control, State
 from anechoic.server.inference import Studio, weights_stamp
 from anechoic.server.middleware import Guard, Limits, Refusal
-from anechoic.server.page import live_page, report_of, status_of, verdict_on
+from anechoic.server.page import cached_verdict, live_page, report_of, status_of
 from anechoic.server.worker import Busy, Worker
 
 Upload = Annotated[UploadFile, File(description="an image file: JPEG, PNG, WebP, GIF, BMP or TIFF")]
@@ -108,7 +108,7 @@ class Status(BaseModel):
     resume_command: str
 
 
-class Judgment(BaseModel):
+class VerdictAnswer(BaseModel):
     """html: the same for the page."""
 
     word: VerdictWord
@@ -122,8 +122,8 @@ class Done(BaseModel):
 
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Problem, "description": told}
-    for status, told in {
+    status: {"model": Problem, "description": description}
+    for status, description in {
         400: "A mistake, in a sentence",
         401: "The token is missing or wrong",
         403: "Asked for by another page",
@@ -131,7 +131,7 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
         409: "Not possible in the state the run is in",
         413: "The request is too large",
         421: "Another host was asked for",
-        503: "The queue is full: come again after the seconds that Retry-After says",
+        503: "The queue is full: retry after the seconds in Retry-After",
     }.items()
 }
 
@@ -196,8 +196,8 @@ def create_app(
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, problem: RequestValidationError) -> JSONResponse:
         # The values themselves are not echoed: NaN is no JSON.
-        told = [{name: error[name] for name in ("loc", "msg", "type")} for error in problem.errors()]
-        return JSONResponse({"detail": told}, status_code=422)
+        errors = [{name: error[name] for name in ("loc", "msg", "type")} for error in problem.errors()]
+        return JSONResponse({"detail": errors}, status_code=422)
 
     @app.exception_handler(Refusal)
     async def refusal(request: Request, problem: Refusal) -> JSONResponse:
@@ -205,7 +205,7 @@ def create_app(
 
     @app.exception_handler(Busy)
     async def busy(request: Request, problem: Busy) -> JSONResponse:
-        sentence = "The queue is full: come again in a moment."
+        sentence = "The queue is full: retry in a moment."
         return JSONResponse({"detail": sentence}, status_code=503, headers={"retry-after": "1"})
 
     # ---- the page
@@ -227,20 +227,20 @@ def create_app(
                 searchable = studio.collection is not None
             except UserError as mistake:
                 problem = str(mistake)
-        told = status_of(studio.run, state=state, resume_command=shlex.join(control.command))
-        return Status(**told, problem=problem, searchable=searchable)
+        found = status_of(studio.run, state=state, resume_command=shlex.join(control.command))
+        return Status(**found, problem=problem, searchable=searchable)
 
-    @app.get("/verdict", summary="Whether training worked, judged without labels")
-    async def verdict() -> Judgment:
+    @app.get("/verdict", summary="Whether training worked, measured without labels")
+    async def verdict() -> VerdictAnswer:
         ready()
-        return Judgment(**await once(partial(verdict_on, path, weights_stamp(path), device=device)))
+        return VerdictAnswer(**await once(partial(cached_verdict, path, weights_stamp(path), device=device)))
 
     @app.post("/stop", summary="Ask the training to save and end")
     async def stop() -> Done:
         control.stop()
         return Done(state=control.state)
 
-    @app.post("/resume", summary="Go on with a stopped training, as a process of this server")
+    @app.post("/resume", summary="Resume a stopped training as a subprocess of this server")
     async def resume() -> Done:
         control.resume()
         return Done(state=control.state)
@@ -269,7 +269,7 @@ def create_app(
         image: Upload,
         hidden: Annotated[
             str | None,
-            Form(max_length=20_000, description="numbers of patches, row by row, as 3,17; or none; leave out to draw"),
+            Form(max_length=20_000, description="numbers of patches, row by row, as 3,17; or none; omit to draw"),
         ] = None,
         ratio: Annotated[float, Form(ge=0, le=1)] = 0.75,
         seed: Annotated[int, Form(ge=0, le=2**31 - 1)] = 0,
@@ -299,7 +299,7 @@ def alone(function: Any, arguments: Sequence[Any]) -> list[Any]:
 
 
 def numbers(text: str) -> list[int]:
-    """ "3, 17" -> [3, 17]; an empty field of a form counts as left out, so there is a word for none."""
+    """ "3, 17" -> [3, 17]; an empty form field counts as absent, so `none` stands for no patch."""
     if text.strip() == "none":
         return []
     words = [word.strip() for word in text.split(",") if word.strip()]

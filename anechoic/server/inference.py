@@ -1,6 +1,6 @@
-"""What a run's network does with images that come in: embed, search, fill in, map, sample. All of it in one thread.
+"""Inference with a run's network: embed, search, reconstruct, color patches, sample. All of it in one thread.
 
-Images are bytes, places are numbers: nothing that comes in is ever a path.
+Requests hold bytes and numbers, never a path.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from anechoic.rng import SampleGenerator
 from anechoic.runtime.checkpoint import model_directory
 
 PICTURE = 256
-# After a failure the images are embedded again when somebody asks so much later: the disk may be back.
+# Seconds after a failure before the images are embedded again.
 TRY_AGAIN_SECONDS = 30.0
 
 
@@ -138,7 +138,7 @@ class Studio:
             # An encoder of its own: two threads must not run one network.
             encoder = encoder_of(self.run, device=self.device)
             self._collection = Collection.of(self.path, self.where, encoder, self.device)
-        except Exception as problem:  # told to whoever asks; nobody sees what a thread raises
+        except Exception as problem:  # reported by the next request; a thread's exception is invisible
             known = isinstance(problem, UserError)
             self._build_problem = str(problem) if known else f"The images cannot be searched ({problem!r:.200})."
             self._build_failed_at = time.monotonic()
@@ -148,7 +148,7 @@ class Studio:
     def search(self, data: bytes, *, k: int) -> list[dict[str, Any]]:
         collection = self._collection
         if collection is None:
-            raise UserError("There are newer weights, and the images are embedded anew: ask again in a moment.")
+            raise UserError("The weights have changed and the images are being embedded again: retry in a moment.")
         seeker, pooling = encoder_for(self.encoder(), collection.vector, -1)
         given = Pictures([self.decoded(data)], channels=seeker.channels)
         found = features_of(seeker, given, poolings=(pooling,), device=self.device, cached=False)
@@ -221,7 +221,7 @@ class Collection:
     @classmethod
     def of(cls, path: Path, where: str, encoder: Encoder, device: str) -> Collection:
         source = open_source(where, channels=encoder.channels)
-        # A denoiser's patches are read through its process, and only their mean is handed out.
+        # Of a denoiser's patches only the mean is available.
         vector: Vector = "mean" if isinstance(encoder, NoisyEncoder) else VECTOR
         index = open_index(encoder, source, encoder_name=str(path), place=where, vector=vector, device=device)
         return cls(index, vector, encoder.fingerprint)

@@ -106,8 +106,8 @@ class Guard:
 
     async def read_body(self, headers: dict[str, str], receive: Receive) -> bytes:
         """All of it, cut off as soon as it is too long or too late, whatever its header claims."""
-        told = headers.get("content-length", "0")
-        if not told.isdecimal() or int(told) > self.limits.upload:
+        length = headers.get("content-length", "0")
+        if not length.isdecimal() or int(length) > self.limits.upload:
             raise self.too_much()
         parts: list[bytes] = []
         size = 0

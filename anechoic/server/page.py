@@ -1,6 +1,6 @@
 """The live page: how far the training is, its curves, stop and resume; and what the network does with an image.
 
-The page asks /status now and then and shows what it says; the script is in assets/live.js.
+The page polls /status; its script is assets/live.js.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from anechoic.outcome import commit, machine, plain
 from anechoic.pages.html import Html, Section, figure, machine_line, page
 from anechoic.pages.run_page import report_page, training_charts, verdict_note
-from anechoic.pages.runs import RunOnDisk, curves, encoder_of, facts, judge, open_run
+from anechoic.pages.runs import RunOnDisk, curves, encoder_of, facts, open_run, verdict_on
 from anechoic.pages.summary import Summary, summarize
 from anechoic.pages.tables import duration
 
@@ -42,7 +42,7 @@ def asset(name: str) -> Html:
     return Html((ASSETS / name).read_text(encoding="utf-8"))
 
 
-# ---- what the page is told
+# ---- what the page shows
 
 
 def status_of(run: RunOnDisk, *, state: str, resume_command: str) -> dict[str, Any]:
@@ -85,12 +85,12 @@ def curves_alone(run: RunOnDisk) -> Summary:
 
 
 @lru_cache(maxsize=4)
-def verdict_on(path: Path, weights: Any, *, device: str) -> dict[str, Any]:
+def cached_verdict(path: Path, weights: Any, *, device: str) -> dict[str, Any]:
     """Return the verdict, measured once for each state of the weights."""
     run = open_run(path)
-    verdict = judge(run, encoder_of(run, device=device), device=device, seed=run.config.seed)
-    told = {name: value for name, value in verdict.to_json().items() if name != "signals"}
-    return {**told, "html": verdict_note(verdict)}
+    verdict = verdict_on(run, encoder_of(run, device=device), device=device, seed=run.config.seed)
+    shown = {name: value for name, value in verdict.to_json().items() if name != "signals"}
+    return {**shown, "html": verdict_note(verdict)}
 
 
 def report_of(path: Path, *, data: str | None, device: str) -> str:

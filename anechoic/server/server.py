@@ -1,4 +1,4 @@
-"""Listening: an address that is safe to listen on, and the server that answers there until it is told to end."""
+"""Listening: an address that is safe to listen on, and the server that answers there until it is stopped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run_server(
         raise UserError("--upload-mb and --queue must be at least 1.")
     local = is_local(host)
     check_token(token, host=host, local=local)
-    open_run(run)  # a mistake is told before anything listens
+    open_run(run)  # report a mistake before anything listens
     limits = replace(Limits(), upload=upload_mb << 20, queue=queue)
     served = create_app(run, data=data, device=device, limits=limits, token=token, local=local and token is None)
     listener = listen(host, port)

@@ -1,4 +1,4 @@
-"""One thread that computes, a short queue in front of it: requests wait their turn or are told to come again.
+"""One thread that computes, a short queue in front of it: requests wait or are asked to retry.
 
 Jobs of the same kind that wait together are computed together.
 """
@@ -92,7 +92,7 @@ class Worker:
     def _compute(self, group: list[Job]) -> None:
         try:
             found = group[0].compute([job.argument for job in group])
-        except BaseException as problem:  # whoever asked gets it; the thread must live on
+        except BaseException as problem:  # the request gets it; the thread must not die
             found = [problem] * len(group)
         for job, result in zip(group, found, strict=True):
             if isinstance(result, BaseException):

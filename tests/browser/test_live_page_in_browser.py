@@ -75,7 +75,7 @@ def test_report_shows_the_numbers_it_embeds(browser, run, tmp_path):
 def test_image_is_dropped_and_its_mask_painted(browser, run):
     drawing = open_source("emoji:style=noto").read(3).permute(1, 2, 0).numpy()
     with serving(run) as client, live(browser, client) as page:
-        page.wait_for_selector("#studio:not([hidden])")
+        page.wait_for_selector("#try:not([hidden])")
         data = page.evaluate_handle(
             """bytes => { const data = new DataTransfer();
             data.items.add(new File([new Uint8Array(bytes)], "drawing.jpg", { type: "image/jpeg" })); return data; }""",
@@ -115,9 +115,9 @@ def test_page_reports_a_file_that_is_no_image(browser, run, tmp_path):
         context = browser.new_context()
         page = context.new_page()
         page.goto(f"http://127.0.0.1:{client.port}/")
-        page.wait_for_selector("#studio:not([hidden])")
+        page.wait_for_selector("#try:not([hidden])")
         page.set_input_files("#file", tmp_path / "text.png")
-        expect_text(page, "#told", re.compile("no image that can be read"))
+        expect_text(page, "#message", re.compile("no image that can be read"))
         context.close()
 
 
@@ -140,7 +140,7 @@ def test_training_is_stopped_resumed_and_finished_from_the_page(browser, tmp_pat
             expect_text(page, "#summary", re.compile("^Finished"), seconds=600)
             assert page.evaluate("document.getElementById('progress').value") == 1
             page.wait_for_selector("#verdict strong")
-            page.wait_for_selector("#studio:not([hidden])")
+            page.wait_for_selector("#try:not([hidden])")
     finally:
         process.kill()
         process.wait()

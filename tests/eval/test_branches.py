@@ -53,7 +53,7 @@ def test_nothing_is_hooked_afterwards(encoder, digits):
     assert not any(module._forward_hooks for module in encoder.model.modules())
 
 
-def test_components_that_hold_the_look_are_told_from_others(encoder, digits):
+def test_components_separate_color_and_contrast_from_the_rest(encoder, digits):
     subject = Evaluator(SPEC, cached=False).extract(encoder, digits)
     rng = np.random.default_rng(0)
     images = torch.cat(list(batches(encoder, subject.eval_data.test, device="cpu"))).numpy()

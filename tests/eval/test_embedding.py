@@ -54,7 +54,7 @@ def test_a_folder_is_embedded_as_the_command_does(place, expected, tmp_path):
     assert expected.dtype == np.float32
 
 
-def test_every_kind_of_image_gives_the_same_vectors(place, model, expected):
+def test_every_kind_of_image_has_the_same_vectors(place, model, expected):
     paths = sorted((place / "photos").glob("*.png"))
     pictures = [Image.open(path) for path in paths]
     arrays = [np.asarray(picture) for picture in pictures]
@@ -104,7 +104,7 @@ def test_what_is_no_image_is_refused(place, model):
         anechoic.build_model("vit_tiny_patch4", dim=48, depth=1, num_heads=3, image_size=16).embed("digits")
 
 
-def test_an_unreadable_image_is_refused_if_it_was_named_and_told_if_not(place, model, tmp_path):
+def test_unreadable_image_is_refused_if_named_and_skipped_otherwise(place, model, tmp_path):
     for i in range(20):
         Image.new("RGB", (16, 16), (i, 0, 0)).save(tmp_path / f"{i:02d}.png")
     (tmp_path / "bad.png").write_bytes(b"nothing")
@@ -145,7 +145,7 @@ def test_preprocess_prepares_what_the_network_is_given(place, model):
     assert torch.equal(model.preprocess(floats), floats)
 
 
-def test_preprocess_says_what_it_does(model):
+def test_preprocess_describes_itself(model):
     text = str(model.preprocess)
     for word in ("shorter side to 18", "center 16 x 16", "minus (0.5, 0.4, 0.3)", "divided by (0.25, 0.2, 0.3)"):
         assert word in text

@@ -58,7 +58,7 @@ def model_dir(tmp_path_factory):
 
 @pytest.fixture
 def brightness(tmp_path):
-    """Sixty gray images in two folders; brightness says the class perfectly. One of the first class is unreadable."""
+    """Sixty gray images in two folders; brightness determines the class. One of the first class is unreadable."""
     for i in range(60):
         folder = tmp_path / "data" / ("dark" if i < 30 else "light")
         folder.mkdir(parents=True, exist_ok=True)
@@ -287,7 +287,7 @@ def test_the_vote_of_scaled_features_is_the_metric_of_that_name(model_dir, digit
 # ---- threads
 
 
-def test_whoever_takes_features_has_all_threads():
+def test_consumer_of_features_has_all_threads():
     torch.set_num_threads(2)
     try:
         stream = in_groups(lambda images: {"x": images}, (torch.zeros(4, 1) for _ in range(3)), tokens=1)

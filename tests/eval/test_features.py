@@ -56,7 +56,7 @@ def test_every_layer_is_the_block_s_output(images):
 
 
 @torch.no_grad()
-def test_the_last_layer_is_what_the_model_hands_out(images):
+def test_last_layer_is_the_output_of_the_model(images):
     for norm in (True, False):
         model = small_vit(norm=norm)
         found = features.extract(model, [images], layers=(-1,), poolings=("class",))

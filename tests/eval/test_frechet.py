@@ -284,7 +284,8 @@ def test_gray_images_are_shown_in_color_and_others_refused() -> None:
 def test_diffusion_runs_are_refused_as_extractors(tmp_path) -> None:
     for family in ("uvit-conditional", "sit"):
         model = make(family)
-        preprocess = Preprocess((0.5,) * 3, (0.5,) * 3, 16, 3)
+        channels = model.config.in_channels
+        preprocess = Preprocess((0.5,) * channels, (0.5,) * channels, model.config.image_size, channels)
         write_model(tmp_path / family, model.state_dict(), model_card(model, preprocess))
         with pytest.raises(UserError, match=f"{family} is a diffusion model, whose features depend on a noise level"):
             extractors.extractor_named(str(tmp_path / family))

@@ -44,7 +44,7 @@ def quarters(rng, n, dim):
 
 @pytest.fixture(params=["full precision", "sieved"])
 def route(request, monkeypatch):
-    """Both routes to the neighbors, whatever this processor would choose; the sieve for small data too."""
+    """Both routes to the neighbors, whatever this CPU would choose; the sieve for small data too."""
     monkeypatch.setattr(knn, "half_is_fast", lambda device: request.param == "sieved")
     monkeypatch.setattr(knn, "TILE", 64)
     monkeypatch.setattr(knn, "BLOCK", 4)
@@ -101,7 +101,7 @@ def test_a_sieve_never_loses_a_neighbor(make, monkeypatch):
     torch.testing.assert_close(found.similarities.double(), exact.values, rtol=0, atol=1e-6)
 
 
-def test_a_sieve_gives_up_on_vectors_that_are_all_alike(monkeypatch):
+def test_sieve_is_skipped_for_vectors_that_are_all_alike(monkeypatch):
     monkeypatch.setattr(knn, "half_is_fast", lambda device: True)
     monkeypatch.setattr(knn, "QUERY_CHUNK", 8)
     rng = np.random.default_rng(0)

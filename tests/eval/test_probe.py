@@ -89,7 +89,7 @@ def test_the_regularizer_is_chosen_without_test_data():
     assert shuffled.accuracy < 0.3
 
 
-def test_constant_features_are_judged_as_guessing():
+def test_constant_features_score_as_guessing():
     y = np.arange(100) % 4
     found = logistic_probe(np.full((100, 3), 0.7), y, np.full((40, 3), 0.7), np.arange(40) % 4)
     assert found.accuracy == pytest.approx(0.25)

@@ -1,4 +1,4 @@
-"""Retrieval across hands against a loop over drawings, and the laws it keeps."""
+"""Retrieval across styles against a loop over drawings, and the laws it keeps."""
 
 from dataclasses import replace
 
@@ -72,7 +72,7 @@ def test_the_matrix_is_by_query_style_and_has_no_diagonal():
     assert found.shape == (3, 3)
     assert np.isnan(found.diagonal()).all()
     assert np.nanmean(found) == pytest.approx(retrieval_accuracy(features, things, styles))
-    # Names of styles may be anything that can be told apart.
+    # Names of styles may be any distinct values.
     named = np.array(["noto", "blob", "flat"])[styles]
     assert np.nanmean(retrieval_matrix(features, things, named)) == pytest.approx(np.nanmean(found))
 
@@ -93,7 +93,7 @@ def group_by_brute_force(features, groups, things, styles, k):
 
 
 @pytest.mark.parametrize("k", [1, 5])
-def test_groups_are_voted_by_other_things_of_other_hands(k):
+def test_groups_are_voted_by_other_objects_in_other_styles(k):
     features, things, styles, groups = drawings(seed=1)
     expected = group_by_brute_force(features, groups, things, styles, k)
     assert group_accuracy(features, groups, things, styles, k=k) == pytest.approx(expected)
@@ -171,7 +171,7 @@ def test_a_part_of_the_drawings_keeps_its_facets(tiny):
     assert 0 < row["retrieval"] < 1
 
 
-def test_data_without_hands_is_refused():
+def test_data_without_styles_is_refused():
     torch.manual_seed(0)
     model = build_model("vit_tiny_patch4", image_size=8, in_channels=1, dim=24, depth=1, num_heads=2).eval()
     encoder = Encoder("tiny", model, preprocess=Preprocess((0.5,), (0.5,), 8, 1))

@@ -1,4 +1,4 @@
-"""The demo at a budget of seconds, on two hands and a fifth of the things: table, page, and a twin that cannot be
+"""The demo at a budget of seconds, on two styles and a fifth of the objects: table, page, and an arm that cannot be
 trained."""
 
 import base64
@@ -47,7 +47,7 @@ class Shape(HTMLParser):
 
 @pytest.fixture(scope="module")
 def patched():
-    """Two hands, a fifth of the things, a network of three narrow blocks."""
+    """Two styles, a fifth of the objects, a network of three narrow blocks."""
     small = demo_mae()
     options = {**small.model.options, "dim": 24, "depth": 3, "num_heads": 2, "decoder_depth": 1}
     small = replace(small, model=replace(small.model, options=options))
@@ -65,7 +65,7 @@ def shown(tmp_path_factory, patched):
     return out
 
 
-def test_an_arm_that_cannot_be_trained_is_told_with_its_story(tmp_path, patched, monkeypatch):
+def test_failed_arm_is_reported_with_its_log(tmp_path, patched, monkeypatch):
     monkeypatch.setattr(demo.sys, "executable", "/bin/false")
     with pytest.raises(UserError, match="residual autoencoder could not be trained"):
         demo.train_arms(tmp_path, samples=256, seed=0)
@@ -75,11 +75,11 @@ def result_of(shown):
     return json.loads((shown / "results.json").read_text())
 
 
-def test_the_table_has_both_twins_beside_the_baselines(shown):
+def test_table_has_both_arms_and_the_baselines(shown):
     result = result_of(shown)
     rows = {row["encoder"]: row for row in result["metrics"]["rows"]}
     assert list(rows) == ["raw pixels", "untrained", "residual", "decayed"]
-    assert rows["raw pixels"]["mean"] > 25  # of 205 drawings; chance is half a per cent
+    assert rows["raw pixels"]["mean"] > 25  # of 205 drawings; chance is half a percent
     assert rows["raw pixels"]["class"] is None
     assert rows["untrained"]["echo"] == pytest.approx(1, abs=1e-6)
     for row in rows.values():
@@ -90,7 +90,7 @@ def test_the_table_has_both_twins_beside_the_baselines(shown):
         assert [len(values) for values in arms.values()] == [4, 4]
 
 
-def test_the_twins_differ_in_alpha_min_alone(shown):
+def test_arms_differ_in_alpha_min_only(shown):
     configs = [json.loads((shown / name / "config.json").read_text()) for name in ("residual", "decayed")]
     assert [config["shortcut"].pop("alpha_min") for config in configs] == [1.0, 0.6]
     assert configs[0] == configs[1]
@@ -104,14 +104,14 @@ def test_the_page_is_whole_and_its_numbers_are_those_of_the_json(shown):
     assert shape.open == []
     assert shape.tags.count("canvas") == 2
     assert shape.tags.count("svg") > 6
-    told = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)[1])
-    assert told["metrics"] == result_of(shown)["metrics"]
+    result = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)[1])
+    assert result["metrics"] == result_of(shown)["metrics"]
     picker = json.loads(re.search(r'id="picker"><script type="application/json">(.*?)</script>', page, re.S)[1])
-    assert picker["hands"] == ["noto", "twemoji"]
-    place = np.frombuffer(base64.b64decode(picker["place"]), dtype="<u2")
-    place = place.reshape(len(picker["searches"]), 2, 2, len(picker["things"]))
-    last = {one["encoder"]: place[i] for i, one in enumerate(picker["searches"])}
-    for row in told["metrics"]["rows"]:
+    assert picker["styles"] == ["noto", "twemoji"]
+    ranks = np.frombuffer(base64.b64decode(picker["rank"]), dtype="<u2")
+    ranks = ranks.reshape(len(picker["searches"]), 2, 2, len(picker["objects"]))
+    last = {one["encoder"]: ranks[i] for i, one in enumerate(picker["searches"])}
+    for row in result["metrics"]["rows"]:
         found = last[row["encoder"]]
         assert 50 * ((found[0, 1] == 1).mean() + (found[1, 0] == 1).mean()) == pytest.approx(row["mean"], abs=0.01)
 
@@ -144,28 +144,28 @@ def test_the_verdict_follows_the_numbers(decayed, word):
 
 def test_places_agree_with_the_shares_of_retrieval():
     random = np.random.default_rng(0)
-    things, styles = np.tile(np.arange(12), 3), np.repeat(np.arange(3), 12)
-    features = random.normal(size=(12, 8))[things] + 0.7 * random.normal(size=(36, 8))
+    objects, styles = np.tile(np.arange(12), 3), np.repeat(np.arange(3), 12)
+    features = random.normal(size=(12, 8))[objects] + 0.7 * random.normal(size=(36, 8))
     order = random.permutation(36)
-    best, place = retrieval_ranks(features[order], things[order], styles[order])
-    shares = retrieval_matrix(features[order], things[order], styles[order])
+    best, ranks = retrieval_ranks(features[order], objects[order], styles[order])
+    shares = retrieval_matrix(features[order], objects[order], styles[order])
     for i in range(3):
         for j in range(3):
             if i != j:
-                assert (place[i, j] == 1).mean() == pytest.approx(shares[i, j])
-                assert np.array_equal(best[i, j] == np.arange(12), place[i, j] == 1)
-    assert (place[0, 0] == 0).all()
+                assert (ranks[i, j] == 1).mean() == pytest.approx(shares[i, j])
+                assert np.array_equal(best[i, j] == np.arange(12), ranks[i, j] == 1)
+    assert (ranks[0, 0] == 0).all()
     assert (best[0, 0] == -1).all()
 
 
 # ---- in a browser
 
 
-def test_a_person_picks_a_thing_and_reads_its_place(browser, shown):
+def test_picked_object_shows_its_rank(browser, shown):
     with showing(browser, shown / "index.html") as page:
         picker = json.loads(page.locator("#picker script").text_content())
-        searches, things = picker["searches"], picker["things"]
-        place = np.frombuffer(base64.b64decode(picker["place"]), dtype="<u2").reshape(len(searches), 2, 2, len(things))
+        searches, objects = picker["searches"], picker["objects"]
+        ranks = np.frombuffer(base64.b64decode(picker["rank"]), dtype="<u2").reshape(len(searches), 2, 2, len(objects))
         rows = page.locator("#picker tbody tr")
         assert [row.split("\n")[0] for row in rows.all_inner_texts()] == [
             "raw pixels",
@@ -174,15 +174,15 @@ def test_a_person_picks_a_thing_and_reads_its_place(browser, shown):
             "decayed",
         ]
         chosen = 7
-        page.locator("#picker input[type=search]").fill(things[chosen])
-        assert page.locator("#picker .things button:visible").count() < len(things)
-        page.get_by_role("button", name=things[chosen], exact=True).click()
-        assert things[chosen] in page.locator("#picker .asked").inner_text()
+        page.locator("#picker input[type=search]").fill(objects[chosen])
+        assert page.locator("#picker .objects button:visible").count() < len(objects)
+        page.get_by_role("button", name=objects[chosen], exact=True).click()
+        assert objects[chosen] in page.locator("#picker .asked").inner_text()
         last = [i for i, one in enumerate(searches) if one["encoder"] == "decayed"][-1]
-        said = rows.nth(3).locator("td").last.locator(".said").inner_text()
-        rank = place[last, 0, 1, chosen]
-        assert said == ("✓ found" if rank == 1 else f"place {rank}")
-        share = 100 * (place[last, 0, 1] == 1).mean()
+        label = rows.nth(3).locator("td").last.locator(".rank").inner_text()
+        rank = ranks[last, 0, 1, chosen]
+        assert label == ("✓ found" if rank == 1 else f"rank {rank}")
+        share = 100 * (ranks[last, 0, 1] == 1).mean()
         assert rows.nth(3).locator("td").last.locator(".share").inner_text() == f"all: {share:.1f} %"
         drawn = page.locator("#picker td .tile").first.evaluate("e => getComputedStyle(e).backgroundImage")
         assert drawn.startswith('url("blob:')
@@ -191,6 +191,6 @@ def test_a_person_picks_a_thing_and_reads_its_place(browser, shown):
 def test_the_page_fits_a_phone_in_the_dark(browser, shown):
     with showing(browser, shown / "index.html", width=400, dark=True) as page:
         assert fits(page)
-        assert contrast(page, "#picker .said") > 4.5
+        assert contrast(page, "#picker .rank") > 4.5
         page.locator("#picker select").nth(1).select_option(index=0)
-        assert "two different hands" in page.locator("#picker").inner_text()
+        assert "two different styles" in page.locator("#picker").inner_text()

@@ -89,6 +89,6 @@ def test_nothing_to_draw():
 
 
 def test_only_pictures_need_matplotlib():
-    """Judging without drawing does not import it."""
+    """Evaluation does not import it."""
     code = "import sys, anechoic.eval.evaluator, anechoic.eval.segmentation; assert 'matplotlib' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -124,7 +124,7 @@ def test_ticks_are_round_and_inside(low, high):
     np.testing.assert_allclose(steps, steps[0])
 
 
-def test_a_chart_of_nothing_says_so():
+def test_chart_without_points_is_labeled_as_empty():
     assert "nothing was recorded" in line_chart({"loss": ([], [])}, title="Loss")
     assert "nothing was recorded" in line_chart({"loss": ([1.0], [float("nan")])}, title="Loss")
 

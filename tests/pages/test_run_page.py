@@ -1,4 +1,4 @@
-"""The page on one run or several, and what pre-training says before and after."""
+"""The page on one run or several, and what pretrain prints before and after."""
 
 from __future__ import annotations
 
@@ -177,24 +177,24 @@ def test_a_report_needs_a_run():
 # ---- before and after pre-training
 
 
-def test_pretraining_is_introduced_and_judged(capsys, tmp_path):
+def test_pretrain_prints_a_plan_and_a_verdict(capsys, tmp_path):
     command = ["pretrain", "digits", "--channels", "1", "--epochs", "2", "--out", str(tmp_path / "run")]
     command += ["--image-size", "8", "--model", "mae_tiny_patch4", "--model-options", *TINY]
     assert main(command) == 0
-    told = capsys.readouterr()
-    lines = told.err.splitlines()
+    printed = capsys.readouterr()
+    lines = printed.err.splitlines()
     assert lines[0].startswith("Pre-training on digits: 1,797 images without labels, ")
     assert lines[1].startswith("Model: mae_tiny_patch4 (")
     assert re.match(r"Length: 3,\d{3} samples in .* about \d+ s here", lines[2])
     assert lines[3].startswith("Shortcuts: alpha_min 1, plain residual connections")
-    assert "optim: " not in told.err
-    assert "Verdict: " in told.out
-    assert told.out.strip().endswith(f"anechoic report {tmp_path / 'run'}")
+    assert "optim: " not in printed.err
+    assert "Verdict: " in printed.out
+    assert printed.out.strip().endswith(f"anechoic report {tmp_path / 'run'}")
     # The same command again: no second introduction, the same verdict.
     assert main([*command, "--json"]) == 0
-    told = capsys.readouterr()
-    assert told.err == ""
-    found = json.loads(told.out)["metrics"]["verdict"]
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    found = json.loads(printed.out)["metrics"]["verdict"]
     assert found["signals"]["images"] == open_run(tmp_path / "run").config.data.holdout
 
 

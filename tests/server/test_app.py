@@ -104,25 +104,25 @@ def test_an_image_of_the_collection_is_its_own_neighbor(client):
     assert all(near["picture"].startswith("data:image/jpeg;base64,") for near in found["neighbors"])
 
 
-def test_images_that_cannot_be_embedded_are_told_of_and_tried_again(run, monkeypatch):
-    from anechoic.server import inference as room
+def test_failure_to_embed_images_is_reported_and_retried(run, monkeypatch):
+    from anechoic.server import inference
 
-    studio = room.Studio(run, data=None, device="cpu", pixels=1 << 20)
-    make = room.Collection.of
+    studio = inference.Studio(run, data=None, device="cpu", pixels=1 << 20)
+    make = inference.Collection.of
 
     def broken(*_):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(room.Collection, "of", broken)
+    monkeypatch.setattr(inference.Collection, "of", broken)
     for _ in range(2):
-        wait_for(lambda: told(studio) is not None)
-        assert "cannot be searched (MemoryError('no room'))" in told(studio)
-    monkeypatch.setattr(room.Collection, "of", make)
-    monkeypatch.setattr(room, "TRY_AGAIN_SECONDS", 0.0)
+        wait_for(lambda: build_problem(studio) is not None)
+        assert "cannot be searched (MemoryError('no room'))" in build_problem(studio)
+    monkeypatch.setattr(inference.Collection, "of", make)
+    monkeypatch.setattr(inference, "TRY_AGAIN_SECONDS", 0.0)
     wait_for(lambda: studio.collection is not None)
 
 
-def told(studio):
+def build_problem(studio):
     try:
         return studio.collection and None
     except UserError as problem:
@@ -153,8 +153,8 @@ def test_hidden_patches_leave_one_visible():
         hidden_patches(2, [0, 1], ratio=0, seed=0)
 
 
-def test_a_mask_as_in_training_gives_the_training_reconstruction(run):
-    """Hiding what the model itself would hide gives its own prediction."""
+def test_mask_of_training_has_the_reconstruction_of_training(run):
+    """Hiding what the model itself would hide yields its own prediction."""
     encoder = run_encoder(run)
     images = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     _, places, predicted = reconstructions(encoder, images, seed=5)
@@ -208,15 +208,15 @@ def test_the_page_is_whole_and_fetches_nothing_from_elsewhere(client):
     assert "https://" not in page
 
 
-def test_status_says_how_far_it_is(client, run):
+def test_status_reports_progress(client, run):
     found = client.get("/status").json
     assert found["state"] == "finished"
     assert (found["seen"], found["samples"]) == (320, 320)
     assert found["loss"] == [r["loss"] for r in read_metrics(run) if r["kind"] == "train"][-1]
     assert found["charts"].startswith("<figure>")
     assert found["resume_command"] == ""
-    judged = client.get("/verdict").json
-    assert judged["word"].capitalize() in judged["html"]
+    verdict = client.get("/verdict").json
+    assert verdict["word"].capitalize() in verdict["html"]
 
 
 def test_the_whole_report_is_served(client):

@@ -1,4 +1,4 @@
-"""What the live page's server refuses: too much, too slow, too often, no image, no path, and whoever may not ask."""
+"""What the live page's server refuses: too much, too slow, too often, no image, no path, no permission."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def pictures(tmp_path_factory):
 # ---- bounds
 
 
-def test_a_full_queue_says_come_again(run, pictures):
+def test_full_queue_asks_to_retry(run, pictures):
     image = (pictures / "00.jpg").read_bytes()
     with serving(run, limits=Limits(queue=1)) as client, ThreadPoolExecutor(8) as pool:
         gate = threading.Event()
@@ -63,19 +63,19 @@ def test_a_full_queue_says_come_again(run, pictures):
 def hold(worker, gate, pool):
     """Keep the worker busy until the gate opens; returns when it is."""
     holder = Holder(gate)
-    pool.submit(lambda: asyncio.run(worker.run("hold", holder, None, seconds=60)))
-    assert holder.started.wait(60)
+    pool.submit(lambda: asyncio.run(worker.run("hold", holder, None, seconds=300)))
+    assert holder.started.wait(300)
 
 
 class Holder:
-    """A computation that waits for a gate, and tells that it was begun."""
+    """A computation that waits for a gate, and signals that it has started."""
 
     def __init__(self, gate):
         self.gate, self.started = gate, threading.Event()
 
     def __call__(self, arguments):
         self.started.set()
-        return [self.gate.wait(60) for _ in arguments]
+        return [self.gate.wait(300) for _ in arguments]
 
 
 def run_apart(coroutine):
@@ -111,9 +111,9 @@ def test_jobs_of_a_kind_are_computed_together():
 
     async def several():
         holder = Holder(gate)
-        jobs = [asyncio.create_task(worker.run("hold", holder, None, seconds=60))]
+        jobs = [asyncio.create_task(worker.run("hold", holder, None, seconds=300))]
         await asyncio.to_thread(holder.started.wait)
-        jobs += [asyncio.create_task(worker.run("square", count, x, seconds=60)) for x in (1, 2, 3, 4)]
+        jobs += [asyncio.create_task(worker.run("square", count, x, seconds=300)) for x in (1, 2, 3, 4)]
         while worker.jobs.qsize() < 4:
             await asyncio.sleep(0.01)
         gate.set()
@@ -132,9 +132,9 @@ def test_a_full_worker_is_busy():
 
     async def crowd():
         holder = Holder(gate)
-        jobs = [asyncio.create_task(worker.run("first", holder, None, seconds=60))]
+        jobs = [asyncio.create_task(worker.run("first", holder, None, seconds=300))]
         await asyncio.to_thread(holder.started.wait)
-        jobs.append(asyncio.create_task(worker.run("second", holder, None, seconds=60)))
+        jobs.append(asyncio.create_task(worker.run("second", holder, None, seconds=300)))
         while not worker.jobs.full():
             await asyncio.sleep(0.01)
         with pytest.raises(Busy):
@@ -172,7 +172,7 @@ def first_line(connection):
     return connection.makefile("rb").readline().decode()
 
 
-def test_an_upload_that_says_it_is_too_large_is_refused_unread(strict):
+def test_upload_with_a_too_large_length_is_refused_unread(strict):
     with strict.raw() as connection:
         connection.sendall(b"POST /embed HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1073741824\r\n\r\n")
         assert " 413 " in first_line(connection)

@@ -22,7 +22,7 @@ from anechoic.eval.metrics.knn import unit_rows
 if TYPE_CHECKING:
     from anechoic.eval.evaluator import Subject
 
-# Two crops of 30 to 80 per cent of the area share some of their pixels, never in the same places.
+# Two crops of 30 to 80 % of the area share some of their pixels, never in the same places.
 CROP = Augment(kind="crop", scale=(0.3, 0.8), flip=False)
 # Images among which a crop is looked for, and pairs of crops of each.
 CROPPED, PAIRS = 512, 2

@@ -1,6 +1,6 @@
 """Converged multinomial logistic regression on cached features, for many regularizers at once.
 
-One pass over the samples gives the loss and gradient of a head as two matrix products; each head has its own L-BFGS,
+One pass over the samples computes the loss and gradient of a head as two matrix products; each head has its own L-BFGS,
 and starts from the heads of stronger regularizers. It neither extracts features nor chooses a regularizer (probe.py).
 Legend: n samples, D channels, C classes, R heads.
 """
@@ -108,7 +108,7 @@ class Problem:
             own = labels[:, None, None].expand(-1, R, 1)
             loss -= log_probabilities.gather(2, own).double().sum(dim=(0, 2)) / n
             probabilities = log_probabilities.exp_()
-            # The diagonal only has to be about right: every eighth sample tells enough.
+            # The diagonal only has to be about right: every eighth sample suffices.
             some = probabilities[::8]
             curvature += (some - some.square()).sum(dim=0) / sampled
             residual = probabilities.scatter_add_(2, own, torch.full_like(own, -1.0, dtype=p.dtype))

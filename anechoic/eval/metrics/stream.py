@@ -35,7 +35,7 @@ def stream_metric(subject: Subject) -> dict[str, list[float | None]]:
 
 
 def statistics_metric(subject: Subject) -> dict[str, list[float]]:
-    """As `block_statistics`, of the mean token: what a run is monitored by."""
+    """Return `block_statistics` of the mean token, as validation records them."""
     return block_statistics(subject.encoder.model, some_images(subject), forward=subject.encoder.forward)
 
 

@@ -1,4 +1,4 @@
-// What every page can do by itself: sort tables, hand out lists as CSV, and show a map. Nothing is fetched.
+// What every page can do by itself: sort tables, save lists as CSV, and show a map. Nothing is fetched.
 "use strict";
 (() => {
   const read = (element) => JSON.parse(element.textContent);
@@ -8,8 +8,8 @@
   // ---- tables: a header is a button that sorts by its column
   const value = (row, column) => {
     const cell = row.cells[column];
-    const told = cell.dataset.value ?? cell.textContent;
-    return told !== "" && !Number.isNaN(Number(told)) ? Number(told) : told;
+    const text = cell.dataset.value ?? cell.textContent;
+    return text !== "" && !Number.isNaN(Number(text)) ? Number(text) : text;
   };
   const compare = (a, b) => {
     if (typeof a === "number" && typeof b === "number") return a - b;

@@ -4,20 +4,20 @@
   const show = (element, yes) => { element.hidden = !yes; };
   const sleep = (ms) => new Promise((done) => setTimeout(done, ms));
 
-  // A mistake comes as a sentence; a full queue is waited for.
+  // Errors are sentences; a full queue is retried.
   async function ask(path, options = {}, tries = 20) {
     const answer = await fetch(path, options);
     if (answer.status === 503 && tries > 0) {
       await sleep(1000 * Number(answer.headers.get("retry-after") ?? 1));
       return ask(path, options, tries - 1);
     }
-    const told = await answer.json();
-    if (!answer.ok) throw new Error(typeof told.detail === "string" ? told.detail : "The server did not understand.");
-    return told;
+    const result = await answer.json();
+    if (!answer.ok) throw new Error(typeof result.detail === "string" ? result.detail : "The server rejected the request.");
+    return result;
   }
 
   // ---- training
-  let seen = -1, state = "", judged = -1, searchable = false;
+  let seen = -1, state = "", evaluated = -1, searchable = false;
   async function follow() {
     try {
       const now = await ask("status");
@@ -32,18 +32,18 @@
       $("problem").textContent = now.problem;
       if (now.seen !== seen) $("charts").innerHTML = now.charts;
       [seen, state, searchable] = [now.seen, now.state, now.searchable];
-      show($("studio"), state !== "running" && seen > 0);
+      show($("try"), state !== "running" && seen > 0);
       show($("waiting"), state === "running" || seen === 0);
-      if (state === "finished" && judged !== seen) {
-        judged = seen;
-        judge();
+      if (state === "finished" && evaluated !== seen) {
+        evaluated = seen;
+        verdict();
       } else if (state !== "finished") $("verdict").replaceChildren();
     } catch (problem) {
       $("summary").textContent = `The server does not answer (${problem.message}).`;
     }
     setTimeout(follow, state === "running" ? 1000 : 2500);
   }
-  async function judge() {
+  async function verdict() {
     try {
       $("verdict").innerHTML = (await ask("verdict")).html;
     } catch (problem) {
@@ -121,7 +121,7 @@
     grid = null;
     seed = 0;
     show($("masking"), true);
-    $("told").textContent = "Looking …";
+    $("message").textContent = "Looking …";
     $("neighbors").replaceChildren();
     $("searched").textContent = "";
     try {
@@ -130,7 +130,7 @@
       $("patches").src = map.patches;
       show($("results"), true);
       draw();
-      $("told").textContent = file.name ?? "";
+      $("message").textContent = file.name ?? "";
       await drawn();
       $("searched").textContent = searchable ? "" : "The images are being embedded first …";
       while (!searchable) await sleep(500);
@@ -147,7 +147,7 @@
         return item;
       }));
     } catch (problem) {
-      $("told").textContent = problem.message;
+      $("message").textContent = problem.message;
     }
   }
 
@@ -163,7 +163,7 @@
   });
   document.addEventListener("paste", (event) => {
     const pasted = [...(event.clipboardData?.files ?? [])].find((one) => one.type.startsWith("image/"));
-    if (pasted && !$("studio").hidden) look(pasted);
+    if (pasted && !$("try").hidden) look(pasted);
   });
 
   // ---- painting: the first patch touched decides whether the stroke hides or shows
