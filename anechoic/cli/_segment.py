@@ -33,8 +33,7 @@ def segment(
     """
     from anechoic.eval.encoders import baselines as baselines_of
     from anechoic.eval.encoders import open_encoder
-    from anechoic.eval.segmenting import larger, segment_images
-    from anechoic.eval.spectral import SpectralOptions
+    from anechoic.eval.segmentation import SpectralOptions, larger, segment_images
     from anechoic.pages.tables import percent, text_table
 
     encoder = open_encoder(run, image_size=image_size)
