@@ -296,16 +296,3 @@ def counts(subject: Subject) -> dict[str, int]:
 def wanted_keys(encoder: Encoder, spec: EvalSpec) -> list[Key]:
     layers = choose_layers(spec.layers, count=len(encoder.widths))
     return [(layer, pooling) for layer in layers for pooling in usable_poolings(encoder, spec.poolings or None)]
-
-
-def evaluate_all(
-    encoders: Sequence[tuple[Encoder | Denoiser, EvalSpec]],
-    eval_data: EvalData,
-    *,
-    device: str = "auto",
-) -> Evaluation:
-    """Evaluate several encoders on the same data: rows carry the encoder's name; the rest is that of the first one."""
-    found = [Evaluator(spec, device=device).run(encoder, eval_data) for encoder, spec in encoders]
-    named = zip(encoders, found, strict=True)
-    rows = [{"encoder": encoder.name, **row} for (encoder, _), evaluation in named for row in evaluation.rows]
-    return replace(found[0], rows=rows)

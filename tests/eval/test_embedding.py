@@ -235,7 +235,7 @@ def test_features_that_are_not_finite_are_refused_with_their_layer(place, tmp_pa
     path = damaged(place, tmp_path, value)
     layers = len(make("mae").encoder.blocks)
     with pytest.raises(UserError, match=rf"features of layer {layers} \(class\) contain NaN or infinity"):
-        anechoic.embed(str(path), str(place / "photos"), output=tmp_path / "v.npz")
+        anechoic.embed(str(path), str(place / "photos"), out=tmp_path / "v.npz")
     assert not (tmp_path / "v.npz").exists()
     with pytest.raises(UserError, match=f"features of layer {layers}"):
         anechoic.load(path).embed(place / "photos")
@@ -245,6 +245,6 @@ def test_features_that_are_not_finite_are_refused_with_their_layer(place, tmp_pa
 def test_constant_features_are_warned_about(place, tmp_path):
     path = damaged(place, tmp_path, 0)
     with pytest.warns(UserWarning, match="are the same for all 5 images"):
-        anechoic.embed(str(path), str(place / "photos"), output=tmp_path / "v.npz")
+        anechoic.embed(str(path), str(place / "photos"), out=tmp_path / "v.npz")
     with pytest.warns(UserWarning, match="are the same for all 5 images"):
         anechoic.load(path).embed(place / "photos")

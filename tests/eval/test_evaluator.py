@@ -96,7 +96,9 @@ def test_whitened_votes_do_not_see_a_change_of_basis(encoder, digits):
     for part in (subject.train, subject.test):
         part.sets[1, "mean"] = part.sets[1, "mean"] @ (turn * scales) + 5
     after = Evaluator(spec).measure(subject).rows[0]
-    assert before["knn_whitened"] == after["knn_whitened"] > 0.5
+    # Two different computations: rounding may flip the vote of a sample.
+    assert before["knn_whitened"] == pytest.approx(after["knn_whitened"], abs=0.02)
+    assert before["knn_whitened"] > 0.5
     assert before["knn"] != after["knn"]
 
 

@@ -317,7 +317,7 @@ def test_replaced_weights_are_served(run, pictures, tmp_path):
         write_model(served / "model", model.state_dict(), model_card(model, model.preprocess))
         after = client.upload("/embed", image).json
         assert after["weights"] != before["weights"]
-        anechoic.embed(served, str(pictures), output=tmp_path / "v.npz")
+        anechoic.embed(served, str(pictures), out=tmp_path / "v.npz")
         np.testing.assert_allclose(after["vector"], np.load(tmp_path / "v.npz")["features"][3], rtol=1e-4, atol=1e-5)
         with torch.no_grad():
             model.encoder.blocks[-1].attn.proj.bias.fill_(float("nan"))
