@@ -94,7 +94,8 @@ def embed(
             raise UserError(f"{name!r} cannot be read: {reason}.")
         warnings.warn(f"{len(found.skipped)} images could not be read; the first is {name} ({reason}).", stacklevel=3)
     vectors = next(iter(found.sets.values()))
-    warn_if_constant(vectors, f"of layer {layer} ({chosen})")
+    if not named:
+        warn_if_constant(vectors, f"of layer {layer} ({chosen})")
     return Vectors.of(vectors, names=() if isinstance(source, Pictures) else names, skipped=found.skipped)
 
 
