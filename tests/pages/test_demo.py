@@ -14,8 +14,7 @@ from browser import contrast, fits, showing
 from anechoic.cli.main import main
 from anechoic.errors import UserError
 from anechoic.eval.metrics.retrieval import retrieval_matrix, retrieval_ranks
-from anechoic.pages import demo
-from anechoic.pages import demo_page as showcase
+from anechoic.pages import demo, demo_page
 from anechoic.pages.demo import LAYERS, Demo, verdict
 from anechoic.recipes.demo import demo_mae
 
@@ -54,7 +53,7 @@ def patched():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, "SOURCE", SOURCE)
         patch.setattr(demo, "recipe", lambda name: small)
-        patch.setattr(showcase, "MAPPED_THINGS", 20)
+        patch.setattr(demo_page, "MAPPED_OBJECTS", 20)
         yield
 
 
