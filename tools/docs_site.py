@@ -204,14 +204,14 @@ def settings_page() -> str:
 
 
 def setting_rows(section: type, prefix: str) -> Iterator[str]:
-    told = field_words(section)
+    texts = field_words(section)
     for one in dataclasses.fields(section):
         made = one.default_factory
         value = made() if made is not dataclasses.MISSING else one.default
         if dataclasses.is_dataclass(value):
             yield from setting_rows(type(value), f"{prefix}{one.name}.")
         else:
-            yield row(f"`{prefix}{one.name.replace('_', '-')}`", default(value), told.get(one.name, ""))
+            yield row(f"`{prefix}{one.name.replace('_', '-')}`", default(value), texts.get(one.name, ""))
 
 
 def field_words(section: type) -> dict[str, str]:

@@ -132,9 +132,9 @@ def test_shell_lines_name_existing_targets_and_extras():
                 assert named <= extras, f"{page.name}: {words}"
             else:
                 assert words[0] in ("anechoic", "python", "python3", "curl"), f"{page.name}: {words}"
-    told = re.search(r"^Extras: ([a-z ]+)\.$", (ROOT / "README.md").read_text(), flags=re.M)
-    assert told is not None
-    assert set(told[1].split()) == extras
+    listed = re.search(r"^Extras: ([a-z ]+)\.$", (ROOT / "README.md").read_text(), flags=re.M)
+    assert listed is not None
+    assert set(listed[1].split()) == extras
 
 
 def test_commands_are_in_shell_blocks():
