@@ -9,8 +9,6 @@ import pytest
 
 import anechoic
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(anechoic.__file__).parents[1]
 RIGHT = """
 from pathlib import Path
@@ -44,6 +42,7 @@ def scripts(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_mypy_strict_accepts_right_calls_and_refuses_wrong_ones(scripts):
     pytest.importorskip("mypy")
     (scripts / "mypy.ini").write_text(f"[mypy]\nmypy_path = {ROOT}\nstrict = true\nfollow_imports = silent\n")
@@ -59,6 +58,7 @@ def test_mypy_strict_accepts_right_calls_and_refuses_wrong_ones(scripts):
     assert {int(line.split(":")[1]) for line in errors} == set(range(2, 8)), done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_pyright_accepts_right_calls_and_refuses_wrong_ones(scripts):
     pytest.importorskip("pyright", reason="pip install pyright")
     settings = {"extraPaths": [str(ROOT)], "pythonVersion": "3.11", "include": ["right.py", "wrong.py"]}
@@ -73,6 +73,7 @@ def test_pyright_accepts_right_calls_and_refuses_wrong_ones(scripts):
     assert {line for name, line in errors if name == "wrong.py"} == set(range(2, 8))
 
 
+@pytest.mark.slow
 def test_help_shows_the_real_signature():
     code = "import anechoic; help(anechoic.decay); help(anechoic.embed)"
     text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

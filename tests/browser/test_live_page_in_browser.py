@@ -15,8 +15,6 @@ from anechoic.data import open_source
 from anechoic.runtime.run import read_metrics
 from anechoic.training.loop import fit
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
@@ -51,6 +49,7 @@ def expect_text(page, selector, text, *, seconds=300):
     expect(page.locator(selector)).to_have_text(text, timeout=1000 * seconds)
 
 
+@pytest.mark.slow
 def test_report_shows_the_numbers_it_embeds(browser, run, tmp_path):
     found = anechoic.report((run,), out=tmp_path / "report.html", samples=100)
     with showing(browser, tmp_path / "report.html") as page:
@@ -72,6 +71,7 @@ def test_report_shows_the_numbers_it_embeds(browser, run, tmp_path):
             assert fits(page)
 
 
+@pytest.mark.slow
 def test_image_is_dropped_and_its_mask_painted(browser, run):
     drawing = open_source("emoji:style=noto").read(3).permute(1, 2, 0).numpy()
     with serving(run) as client, live(browser, client) as page:
@@ -109,6 +109,7 @@ def test_image_is_dropped_and_its_mask_painted(browser, run):
         assert fits(page)
 
 
+@pytest.mark.slow
 def test_page_reports_a_file_that_is_no_image(browser, run, tmp_path):
     (tmp_path / "text.png").write_bytes(b"no image")
     with serving(run) as client:
@@ -121,6 +122,7 @@ def test_page_reports_a_file_that_is_no_image(browser, run, tmp_path):
         context.close()
 
 
+@pytest.mark.slow
 def test_training_is_stopped_resumed_and_finished_from_the_page(browser, tmp_path):
     long = small_config(optim=OptimConfig(batch_size=32, samples=32 * 200, lr=2e-3), save=SaveConfig(every=32 * 1000))
     run = tmp_path / "run"

@@ -29,8 +29,6 @@ from anechoic.runtime.checkpoint import model_card, write_model
 from anechoic.training.objectives import make_objective
 from anechoic.training.validation import Samples
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def vae_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -74,6 +72,7 @@ def cache(pictures: Array, vae: Any, vae_folder: Path, tmp_path_factory: pytest.
 # ---- the cache ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_cache_holds_the_moments_of_images_and_mirror_images(cache: Path, pictures: Array, vae: Any) -> None:
     found = Latents(cache, labels=True)
     assert len(found) == 80
@@ -95,6 +94,7 @@ def test_drawn_latents_follow_their_moments() -> None:
     assert draw_latents(extreme, torch.ones(1, 1, 1, 1), scale=1.0).item() == pytest.approx(np.exp(10.0), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_latents_differ_between_visits_and_repeat_exactly(cache: Path) -> None:
     found = Latents(cache)
     moments = [found.read(i) for i in (3, 4)]
@@ -111,6 +111,7 @@ def test_latents_differ_between_visits_and_repeat_exactly(cache: Path) -> None:
     assert not torch.equal(first, drawn(1, moments, [3, 4]))
 
 
+@pytest.mark.slow
 def test_encoded_images_are_decoded(cache: Path, vae: Any) -> None:
     found = Latents(cache)
     mean = found.read(0)[None].chunk(2, dim=1)[0]
@@ -151,6 +152,7 @@ def run(cache: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+@pytest.mark.slow
 def test_drawn_latents_train_a_denoiser(cache: Path, run: Path) -> None:
     found, model = Latents(cache, labels=True), anechoic.load(run).train()
     ids = torch.arange(16)
@@ -170,6 +172,7 @@ def test_drawn_latents_train_a_denoiser(cache: Path, run: Path) -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
+@pytest.mark.slow
 def test_samples_of_latents_are_decoded(cache: Path, run: Path, vae: Any) -> None:
     request = Request(run=str(run), num=5, sampler="dpm-solver", steps=3, guidance=0.4)
     images = generate(request, progress=False)
@@ -192,6 +195,7 @@ def test_samples_of_latents_are_decoded(cache: Path, run: Path, vae: Any) -> Non
     assert (images.pixels.float() - expected).abs().max() <= 1
 
 
+@pytest.mark.slow
 def test_an_autoencoder_of_another_shape_or_scale_is_refused(run: Path, vae: Any, tmp_path: Path) -> None:
     for change, message in (({"scaling_factor": 0.5}, "scales by 0.5"), ({"latent_channels": 2}, "reads 2")):
         torch.manual_seed(1)
@@ -206,6 +210,7 @@ def test_latents_without_an_autoencoder_ask_for_one(run: Path) -> None:
         generate(Request(run=str(run), num=1, steps=1), progress=False)
 
 
+@pytest.mark.slow
 def test_images_reach_a_denoiser_of_latents_through_the_autoencoder(run: Path, tmp_path: Path) -> None:
     images = np.random.default_rng(1).integers(0, 256, (60, 16, 16, 3), dtype=np.uint8)
     np.savez(tmp_path / "pictures.npz", images=images, labels=np.arange(60) % 4)
@@ -238,6 +243,7 @@ def test_encode_latents_encodes_and_refuses_what_is_no_autoencoder(
     assert "No autoencoder could be loaded" in mistake(tmp_path / "a", "--vae", tmp_path / "empty")
 
 
+@pytest.mark.slow
 def test_another_scale_factor_is_refused(cache: Path, vae: Any) -> None:
     space = read_card(cache).space
     assert matching_scale(space, vae) == space.scale
@@ -246,6 +252,7 @@ def test_another_scale_factor_is_refused(cache: Path, vae: Any) -> None:
         matching_scale(space, other)
 
 
+@pytest.mark.slow
 def test_damaged_caches_are_refused(cache: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a directory of latents"):
         read_card(tmp_path)

@@ -31,8 +31,6 @@ from anechoic.runtime.checkpoint import model_card, write_model
 from anechoic.sweeps.evaluation import evaluate_encoder
 from anechoic.sweeps.trial import EvalPlan
 
-pytestmark = pytest.mark.slow
-
 SMALL = {"image_size": 8, "patch_size": 2, "in_channels": 1, "dim": 24, "depth": 2, "num_heads": 2}
 DECODER = {"decoder_dim": 16, "decoder_depth": 1, "decoder_num_heads": 2}
 GRAY = Preprocess((0.5,), (0.5,), 8, 1)
@@ -121,6 +119,7 @@ def test_labels_follow_the_images_past_an_unreadable_one(brightness):
         assert [name for name, _ in found.skipped] == ["dark/03.png"]
 
 
+@pytest.mark.slow
 def test_a_trial_survives_an_unreadable_image(model_dir, brightness):
     plan = EvalPlan(str(brightness), str(brightness), neighbors=1)
     metrics = evaluate_encoder(model_dir, plan, seed=0)
@@ -203,6 +202,7 @@ def test_selection_reads_train_samples_only(encoder, digits, single):
     assert again["knn"] < found["knn"]
 
 
+@pytest.mark.slow
 def test_every_metric_runs(encoder, digits):
     names = tuple(name for name, row in METRICS.items() if not {"styles", "classifier"} & set(row.needs))
     found = Evaluator(EvalSpec(names, layers="all", max_train=200, max_test=60)).run(encoder, digits)

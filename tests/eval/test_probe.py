@@ -17,8 +17,6 @@ from anechoic.eval.metrics import probe_heads as probe
 from anechoic.eval.metrics.logistic import fit_logistic
 from anechoic.eval.metrics.probe_heads import LARS, Setting, in100_lr, in100_probe, logistic_probe, mae_lr, mae_probe
 
-pytestmark = pytest.mark.slow
-
 
 def digits():
     x, y = load_digits(return_X_y=True)
@@ -48,6 +46,7 @@ def test_logistic_regression_reaches_scikit_learn_s_loss_on_digits():
     compare_with_scikit_learn(x, y, [1e-5, 1e-3, 1e-1, 10.0])
 
 
+@pytest.mark.slow
 def test_logistic_regression_reaches_scikit_learn_s_loss_on_cifar_features(shared_data):
     from anechoic.data import open_source
 
@@ -59,6 +58,7 @@ def test_logistic_regression_reaches_scikit_learn_s_loss_on_cifar_features(share
     compare_with_scikit_learn(x, source.labels[:1500], [3e-4, 1e-2])
 
 
+@pytest.mark.slow
 def test_heads_fitted_together_are_those_fitted_alone():
     x, y = digits()
     # They start from different places, so they meet only where both have converged.
@@ -256,6 +256,7 @@ def test_layers_of_other_widths_and_regularizers_out_of_range():
         fit_logistic(np.ones((4, 2)), np.array([0, 1, 0, 1]), regularizers=[0.0])
 
 
+@pytest.mark.slow
 def test_the_benchmark_compares_converged_fits():
     from anechoic_lab.bench.probe import compare, image_features
 

@@ -18,8 +18,6 @@ from anechoic.pages import demo, demo_page
 from anechoic.pages.demo import LAYERS, Demo, verdict
 from anechoic.recipes.demo import demo_mae
 
-pytestmark = pytest.mark.slow
-
 SOURCE = "emoji:test:style=noto+twemoji"
 
 
@@ -74,6 +72,7 @@ def result_of(shown):
     return json.loads((shown / "results.json").read_text())
 
 
+@pytest.mark.slow
 def test_table_has_both_arms_and_the_baselines(shown):
     result = result_of(shown)
     rows = {row["encoder"]: row for row in result["metrics"]["rows"]}

@@ -22,8 +22,6 @@ from anechoic.runtime.run import read_metrics
 from anechoic.server.page import status_of
 from anechoic.training.loop import fit
 
-pytestmark = pytest.mark.slow
-
 MODEL = {
     "patch_size": 2,
     "dim": 16,

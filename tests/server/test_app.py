@@ -29,8 +29,6 @@ from anechoic.server.control import Control
 from anechoic.server.inference import hidden_patches
 from anechoic.training.loop import fit
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
@@ -53,6 +51,7 @@ def pictures(tmp_path_factory):
 # ---- the network
 
 
+@pytest.mark.slow
 def test_two_hundred_at_twenty_at_a_time_are_what_embed_writes(client, run, pictures, tmp_path):
     anechoic.embed(run, str(pictures), out=tmp_path / "v.npz")
     written = np.load(tmp_path / "v.npz")
@@ -66,6 +65,7 @@ def test_two_hundred_at_twenty_at_a_time_are_what_embed_writes(client, run, pict
     assert answers[0].json["weights"] == str(written["weights"])
 
 
+@pytest.mark.slow
 def test_heic_is_taken_with_its_extra(client, monkeypatch):
     plugin = pytest.importorskip("pillow_heif", reason="no HEIC here: pip install 'anechoic[heic]'")
     file = io.BytesIO()
@@ -78,6 +78,7 @@ def test_heic_is_taken_with_its_extra(client, monkeypatch):
     assert (without.status, "anechoic[heic]" in without.json["detail"]) == (400, True)
 
 
+@pytest.mark.slow
 def test_layer_and_pooling_are_those_asked_for(client, run, pictures, tmp_path):
     anechoic.embed(run, str(pictures), out=tmp_path / "v.npz", layer=1, pooling="mean")
     expected = np.load(tmp_path / "v.npz")["features"][3]
@@ -86,6 +87,7 @@ def test_layer_and_pooling_are_those_asked_for(client, run, pictures, tmp_path):
     assert client.upload("/embed?layer=9", (pictures / "03.jpg").read_bytes()).status == 400
 
 
+@pytest.mark.slow
 def test_an_image_of_the_collection_is_its_own_neighbor(client):
     source = open_source("emoji:style=noto")
     image = png(source.read(17).permute(1, 2, 0).numpy())
@@ -104,6 +106,7 @@ def test_an_image_of_the_collection_is_its_own_neighbor(client):
     assert all(near["picture"].startswith("data:image/jpeg;base64,") for near in found["neighbors"])
 
 
+@pytest.mark.slow
 def test_failure_to_embed_images_is_reported_and_retried(run, monkeypatch):
     from anechoic.server import inference
 
@@ -129,6 +132,7 @@ def build_problem(studio):
         return str(problem)
 
 
+@pytest.mark.slow
 def test_patches_are_hidden_as_asked(client, pictures):
     image = (pictures / "05.jpg").read_bytes()
     shown = client.upload("/reconstruct", image, hidden="none").json
@@ -146,6 +150,7 @@ def test_patches_are_hidden_as_asked(client, pictures):
         assert answer.json["detail"].endswith(".")
 
 
+@pytest.mark.slow
 def test_hidden_patches_leave_one_visible():
     assert hidden_patches(10, None, ratio=1.0, seed=0).sum() == 9
     assert hidden_patches(10, None, ratio=0.0, seed=0).sum() == 0
@@ -153,6 +158,7 @@ def test_hidden_patches_leave_one_visible():
         hidden_patches(2, [0, 1], ratio=0, seed=0)
 
 
+@pytest.mark.slow
 def test_mask_of_training_has_the_reconstruction_of_training(run):
     """Hiding what the model itself would hide yields its own prediction."""
     encoder = run_encoder(run)
@@ -164,17 +170,20 @@ def test_mask_of_training_has_the_reconstruction_of_training(run):
     np.testing.assert_allclose(again[2][places], predicted[places], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_patch_tokens_are_shown_as_colors(client, pictures):
     found = client.upload("/patches", (pictures / "05.jpg").read_bytes()).json
     assert found["patches"].startswith("data:image/jpeg;base64,")
 
 
+@pytest.mark.slow
 def test_an_autoencoder_makes_no_samples(client):
     answer = client.post("/sample", b"{}", content_type="application/json")
     assert answer.status == 400
     assert "no diffusion or flow model" in answer.json["detail"]
 
 
+@pytest.mark.slow
 def test_a_denoiser_makes_samples(tmp_path):
     denoiser = small_config(
         data=DataConfig(source="digits", image_size=8, channels=1, holdout=32, mean=(0.5,), std=(0.5,), flip=False),
@@ -199,6 +208,7 @@ def test_a_denoiser_makes_samples(tmp_path):
 # ---- the page
 
 
+@pytest.mark.slow
 def test_the_page_is_whole_and_fetches_nothing_from_elsewhere(client):
     answer = client.get("/")
     assert answer.status == 200
@@ -208,6 +218,7 @@ def test_the_page_is_whole_and_fetches_nothing_from_elsewhere(client):
     assert "https://" not in page
 
 
+@pytest.mark.slow
 def test_status_reports_progress(client, run):
     found = client.get("/status").json
     assert found["state"] == "finished"
@@ -219,12 +230,14 @@ def test_status_reports_progress(client, run):
     assert verdict["word"].capitalize() in verdict["html"]
 
 
+@pytest.mark.slow
 def test_the_whole_report_is_served(client):
     answer = client.get("/report")
     assert answer.status == 200
     assert b"<h2>Layer by layer</h2>" in answer.body
 
 
+@pytest.mark.slow
 def test_the_api_describes_itself(client):
     paths = client.get("/openapi.json").json["paths"]
     assert {"/embed", "/search", "/reconstruct", "/patches", "/sample", "/status", "/stop", "/resume"} <= paths.keys()
@@ -234,6 +247,7 @@ def test_the_api_describes_itself(client):
 # ---- stop and resume
 
 
+@pytest.mark.slow
 def test_a_training_is_followed_stopped_and_resumed(tmp_path):
     """By the process that holds the lock; the weights are those of a training that was never stopped."""
     long = small_config(optim=OptimConfig(batch_size=32, samples=32 * 150, lr=2e-3), save=SaveConfig(every=32 * 1000))
@@ -267,6 +281,7 @@ def test_a_training_is_followed_stopped_and_resumed(tmp_path):
     assert weights[0] == weights[1]
 
 
+@pytest.mark.slow
 def test_the_holder_is_the_owner_of_the_lock_on_this_machine(tmp_path):
     assert holder(tmp_path) is None
     with Run(tmp_path):
@@ -282,6 +297,7 @@ def test_the_holder_is_the_owner_of_the_lock_on_this_machine(tmp_path):
 # ---- regressions
 
 
+@pytest.mark.slow
 def test_close_waits_for_a_slow_save(run):
     class SlowTraining:
         """Exits only when nobody limits the wait."""
@@ -305,6 +321,7 @@ def test_close_waits_for_a_slow_save(run):
     assert control.resumed.ended
 
 
+@pytest.mark.slow
 def test_replaced_weights_are_served(run, pictures, tmp_path):
     served = tmp_path / "run"
     shutil.copytree(run, served)
@@ -328,6 +345,7 @@ def test_replaced_weights_are_served(run, pictures, tmp_path):
             assert (refused.status, "contain NaN or infinity" in refused.json["detail"]) == (400, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e400", '"x"'])
 def test_values_that_are_no_json_numbers_are_refused(client, value):
     body = f'{{"guidance": {value}}}'.encode()

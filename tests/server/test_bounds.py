@@ -21,8 +21,6 @@ from anechoic.server.server import check_token, listen
 from anechoic.server.worker import Busy, Worker
 from anechoic.training.loop import fit
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
@@ -45,6 +43,7 @@ def pictures(tmp_path_factory):
 # ---- bounds
 
 
+@pytest.mark.slow
 def test_full_queue_asks_to_retry(run, pictures):
     image = (pictures / "00.jpg").read_bytes()
     with serving(run, limits=Limits(queue=1)) as client, ThreadPoolExecutor(8) as pool:
@@ -84,6 +83,7 @@ def run_apart(coroutine):
         return pool.submit(asyncio.run, coroutine).result()
 
 
+@pytest.mark.slow
 def test_requests_at_once_are_bounded(run):
     with serving(run, limits=Limits(requests=1, body_seconds=5)) as client, client.raw() as slow:
         slow.sendall(b"POST /embed HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\nabc")
@@ -94,6 +94,7 @@ def test_requests_at_once_are_bounded(run):
         wait_for(lambda: client.get("/status").status == 200)
 
 
+@pytest.mark.slow
 def test_a_job_that_takes_too_long_is_given_up(run, pictures):
     with serving(run, limits=Limits(job_seconds=0.2)) as client, ThreadPoolExecutor(1) as pool:
         gate = threading.Event()
@@ -102,6 +103,7 @@ def test_a_job_that_takes_too_long_is_given_up(run, pictures):
         gate.set()
 
 
+@pytest.mark.slow
 def test_jobs_of_a_kind_are_computed_together():
     worker, gate, groups = Worker(waiting=10), threading.Event(), []
 
@@ -127,6 +129,7 @@ def test_jobs_of_a_kind_are_computed_together():
     assert not worker.thread.is_alive()
 
 
+@pytest.mark.slow
 def test_a_full_worker_is_busy():
     worker, gate = Worker(waiting=1), threading.Event()
 
@@ -172,12 +175,14 @@ def first_line(connection):
     return connection.makefile("rb").readline().decode()
 
 
+@pytest.mark.slow
 def test_upload_with_a_too_large_length_is_refused_unread(strict):
     with strict.raw() as connection:
         connection.sendall(b"POST /embed HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1073741824\r\n\r\n")
         assert " 413 " in first_line(connection)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", ["-1", "1e3", "x", "10, 20"])
 def test_nonsense_lengths_are_refused(strict, length):
     with strict.raw() as connection:
@@ -185,6 +190,7 @@ def test_nonsense_lengths_are_refused(strict, length):
         assert " 4" in first_line(connection)[:13]
 
 
+@pytest.mark.slow
 def test_an_upload_in_pieces_without_a_length_is_cut(strict):
     """A gigabyte is offered; after the bound it is refused, and the rest never read."""
     sent = 0
@@ -201,6 +207,7 @@ def test_an_upload_in_pieces_without_a_length_is_cut(strict):
     assert strict.get("/status").status == 200
 
 
+@pytest.mark.slow
 def test_an_upload_that_never_ends_is_dropped(strict):
     """It claims a length and sends less."""
     with strict.raw() as connection:
@@ -208,6 +215,7 @@ def test_an_upload_that_never_ends_is_dropped(strict):
         assert " 408 " in first_line(connection)
 
 
+@pytest.mark.slow
 def test_a_client_that_sends_its_headers_slowly_is_dropped(strict):
     started = time.monotonic()
     with strict.raw() as connection:
@@ -221,6 +229,7 @@ def test_a_client_that_sends_its_headers_slowly_is_dropped(strict):
     assert time.monotonic() - started < 10  # the whole would take twice as long
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_is_dropped(strict):
     with strict.raw() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -249,6 +258,7 @@ def bomb(width, height):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/embed", "/search", "/reconstruct", "/patches"])
 @pytest.mark.parametrize("kind", ["nothing", "text", "bomb", "larger", "cut"])
 def test_what_is_no_image_is_a_mistake(strict, path, kind):
@@ -265,6 +275,7 @@ def test_what_is_no_image_is_a_mistake(strict, path, kind):
     assert answer.json["detail"].endswith(".")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     [
@@ -284,6 +295,7 @@ def test_paths_lead_nowhere(strict, path):
     assert b"root:" not in answer
 
 
+@pytest.mark.slow
 def test_a_file_name_is_never_a_path(strict, pictures, run):
     before = sorted(run.rglob("*"))
     answer = strict.upload("/embed", (pictures / "00.jpg").read_bytes(), filename="../../../etc/passwd")
@@ -299,6 +311,7 @@ def test_a_file_name_is_never_a_path(strict, pictures, run):
 # ---- who may
 
 
+@pytest.mark.slow
 def test_only_names_of_this_machine_are_answered_to(client):
     assert client.get("/status", Host="evil.example").status == 421
     assert client.get("/status", Host="[").status == 421
@@ -306,12 +319,14 @@ def test_only_names_of_this_machine_are_answered_to(client):
         assert client.get("/status", Host=name).status == 200
 
 
+@pytest.mark.slow
 def test_other_pages_may_not_stop_a_training(client):
     answer = client.post("/stop", Origin="http://evil.example")
     assert answer.status == 403
     assert client.post("/stop", Origin=f"http://127.0.0.1:{client.port}").status == 400  # there is none to stop
 
 
+@pytest.mark.slow
 def test_other_pages_may_link_to_this_one_and_neither_show_nor_use_it(client):
     elsewhere = {"Sec_Fetch_Site": "cross-site"}
     followed = client.get("/", **elsewhere, Sec_Fetch_Mode="navigate")
@@ -324,6 +339,7 @@ def test_other_pages_may_link_to_this_one_and_neither_show_nor_use_it(client):
     assert client.post("/stop", **elsewhere).status == 403
 
 
+@pytest.mark.slow
 def test_a_token_is_asked_for(run):
     token = "a-long-enough-token"
     with serving(run, token=token, local=False) as client:
@@ -340,6 +356,7 @@ def test_a_token_is_asked_for(run):
         assert client.get("/status", Authorization=f"Bearer {token}", Host="its.own.name").status == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -355,6 +372,7 @@ def test_mistakes(capsys, run, arguments, words):
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_port_in_use_and_no_run(capsys, run, tmp_path):
     with listen("127.0.0.1", 0) as taken, pytest.raises(UserError, match="choose another --port"):
         listen("127.0.0.1", taken.getsockname()[1])
@@ -366,6 +384,7 @@ def test_a_port_in_use_and_no_run(capsys, run, tmp_path):
     check_token(None, host="127.0.0.1", local=True)
 
 
+@pytest.mark.slow
 def test_without_its_packages_it_names_the_extra(capsys, run, monkeypatch):
     from anechoic.cli import serve
 
