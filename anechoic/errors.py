@@ -1,4 +1,4 @@
-"""The exception for a user's mistake: its message is a sentence that names the cause and the remedy."""
+"""The exception for a user's mistake: its message is a sentence with the cause and the remedy."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """Something the caller can put right; the command line prints it and exits with code 2."""
+    """A mistake that the caller can correct; the command line prints it and exits with code 2."""
 
 
 class NotFiniteError(UserError):
-    """Features that are no longer numbers: to whoever looks at them a mistake, to a sweep a run that diverged."""
+    """Features that are not finite: a mistake for a user, a diverged run for a sweep."""
 
 
 def nearest_name(name: str, choices: Iterable[str], *, offered: int = 1, listed: int = 12) -> str:
-    """The end of a sentence about a name that does not exist: the nearest ones that do, or the first of all."""
+    """Return the end of a sentence about an unknown name: the nearest known names, or the first of all."""
     choices = list(choices)
     near = difflib.get_close_matches(name, choices, n=offered)
     if near:

@@ -1,4 +1,4 @@
-"""What a verb returns: one object with the same fields everywhere, for people (`text`) and for machines (`to_json`).
+"""What a command returns: one object with the same fields everywhere, for people (`text`) and programs (`to_json`).
 
 Standard library only, so that pages and run directories can be read without torch.
 """
@@ -25,7 +25,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, repr=False)
 class Outcome:
-    """The result of one verb: how it was asked for, what was measured, and the same as text for the terminal."""
+    """The result of one command: its arguments, what was measured, and the same as text for the terminal."""
 
     config: dict[str, Any]
     metrics: dict[str, Any]
@@ -34,25 +34,25 @@ class Outcome:
     text: str = field(default="", repr=False)
 
     def __repr__(self) -> str:
-        """As the command line shows it: tables and words."""
+        """Return the text that the command line prints."""
         return self.text or f"Outcome(metrics={self.metrics!r})"
 
     def _repr_html_(self) -> str:
-        """For notebooks: the rows as a table, else the text; then the pictures."""
+        """Return the rows as a table for notebooks, else the text; then the pictures."""
         rows, pictures = self.rows, self.figures.values()
         shown = html_table(rows) if rows else f"<pre>{escape(repr(self))}</pre>"
         return shown + "".join(picture._repr_html_() for picture in pictures)
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The table behind the text, a row of named values each, where there is one."""
+        """The rows of the table in the text, named values each; empty if there is none."""
         found = self.metrics.get("rows")
         if isinstance(found, list) and found and all(isinstance(row, Mapping) for row in found):
             return [flattened(row) for row in found]
         return []
 
     def to_frame(self) -> Any:
-        """The rows, or the named numbers where there are none, as a pandas DataFrame; needs pandas."""
+        """Return the rows, or the named numbers if there are none, as a pandas DataFrame."""
         try:
             import pandas
         except ImportError as error:
@@ -80,7 +80,7 @@ class Outcome:
 
 
 def plain(value: Any) -> Any:
-    """What JSON can hold: arrays as lists, numbers of numpy as Python's, what is not finite as None."""
+    """Return the value as JSON: arrays as lists, numpy numbers as Python numbers, not finite ones as None."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if hasattr(value, "tolist"):
@@ -137,7 +137,7 @@ def package_version(name: str) -> str | None:
 
 @cache
 def commit() -> str | None:
-    """The commit of the source tree this package runs from, with "+" if it was changed; None for an installed wheel."""
+    """Return the commit of the source tree, with "+" if files were changed; None for an installed wheel."""
     root = Path(__file__).parent.parent
     if not (root / ".git").exists():
         return None
@@ -154,7 +154,7 @@ def commit() -> str | None:
 
 @cache
 def machine() -> dict[str, Any]:
-    """What a measured number depends on besides the code: processor, cores, system and the versions that compute."""
+    """Return what a measured number depends on besides the code: CPU, cores, system and versions."""
     cpu = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

@@ -35,7 +35,7 @@ RULES: tuple[tuple[str, str, str], ...] = (
     (r"centre[ds]?|centring|grey|greyscale|un?labelled|labelled|labelling|judgement|licences?|catalogues?|artefacts?", "American spelling", ""),
     (r"per cent", "percent or %", ""),
     (r"processors?", "CPU", r"image[ _]processor|ImageProcessor|preprocessor|processor_config|\.processor|platform\.processor|\"processor"),
-    (r"accelerators?", "GPU", r"MPS|XPU|mps|xpu|torch\.accelerator|accelerators?\("),
+    (r"accelerators?", "GPU", r"MPS|XPU|mps|xpu|torch\.accelerator|accelerators?\(|import .*accelerators"),
     (r"(?:go|goes|going|went|gone) on|carr(?:y|ies|ied) on", "resume, continue", ""),
     (r"shar(?:e|es|ed|ing) out", "shard", ""),
     (r"whoever|somebody else|goodbye|hangs? up", "the parent process, exit", ""),

@@ -241,7 +241,9 @@ def require_two_classes(names: Sequence[str], data: EvalData) -> None:
     labels = data.test_labels if data.train_labels is None else data.train_labels
     needed = any("labels" in find_metric(name).needs for name in names)
     if needed and labels is not None and len(np.unique(labels)) < 2:
-        raise UserError("The train data has one class only, so nothing can be told apart; give at least two classes.")
+        raise UserError(
+            "The train data has one class only, so there is nothing to classify; give at least two classes."
+        )
 
 
 def neighbors(asked: tuple[int, ...], data: EvalData, *, holdout: float, samples: int | None) -> tuple[int, ...]:

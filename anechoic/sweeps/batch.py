@@ -29,19 +29,19 @@ def check_counts(seeds: int, jobs: int | None) -> None:
         raise UserError("There must be at least one seed and one job: give --seeds and --jobs of 1 or more.")
 
 
-def plan_trials(trials: Sequence[Trial], folders: Folders, jobs: int | None, *, accelerator: bool = False) -> Outcome:
+def plan_trials(trials: Sequence[Trial], folders: Folders, jobs: int | None, *, on_gpu: bool = False) -> Outcome:
     """Return the trials with their estimated time, and which are done."""
-    seconds = estimates(trials, folders) if not accelerator else {}
+    seconds = estimates(trials, folders) if not on_gpu else {}
     rows, left = [], 0.0
     for trial in trials:
         done = finished(trial, folders.record(trial))
-        if accelerator:
+        if on_gpu:
             cost = f"{training_flops(trial.config) / 1e18:,.2f} exaFLOP"
         else:
             cost = duration(seconds[trial.name])
             left += 0.0 if done else seconds[trial.name]
         rows.append([trial.name, f"{trial.config.optim.samples or 0:,}", cost, "done" if done else "to run"])
-    table = text_table(["run", "samples", "exaFLOP" if accelerator else "1 core", "state"], rows)
+    table = text_table(["run", "samples", "exaFLOP" if on_gpu else "1 core", "state"], rows)
     cores = len(cores_for(jobs))
     total = (
         f"\nAbout {duration(left / cores)} on {cores} core{'s' if cores > 1 else ''} for what is to run."

@@ -93,7 +93,7 @@ def reproduced(
         trials = grid.trials(catalog.variants(grid, scale), seeds)
         folders = Folders(results / grid.group, runs / grid.group, root)
         if dry:
-            found = plan_trials(trials, folders, jobs, accelerator=scale == "full")
+            found = plan_trials(trials, folders, jobs, on_gpu=scale == "full")
             texts.append(f"{grid.title}\n{found.text}")
             metrics[grid.name] = found.metrics
             continue

@@ -259,7 +259,7 @@ def flip_a_byte(path):
     ids=["flipped", "cut", "emptied", "deleted"],
 )
 @pytest.mark.parametrize("name", ["002-mean.npy", "ids.npy", "entry.json"])
-def test_damaged_features_are_computed_anew(digits_run, tmp_path, monkeypatch, name, damage):
+def test_damaged_features_are_computed_again(digits_run, tmp_path, monkeypatch, name, damage):
     monkeypatch.setenv("ANECHOIC_CACHE", str(tmp_path))
     source = open_source("digits:test", channels=1)
     expected = {
@@ -277,7 +277,7 @@ def test_damaged_features_are_computed_anew(digits_run, tmp_path, monkeypatch, n
 
 
 def test_features_for_which_there_is_no_room_are_held_in_memory(digits_run, tmp_path, monkeypatch):
-    """The room of a table is taken before it is written to, so a full disk is told instead of ending the process."""
+    """The file is allocated before it is written to, so a full disk is reported instead of ending the process."""
     source = open_source("digits:test", channels=1)
     expected = feature_cache.features_of(open_encoder(digits_run), source)
     monkeypatch.setenv("ANECHOIC_CACHE", str(tmp_path))

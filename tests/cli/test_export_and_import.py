@@ -35,7 +35,7 @@ def say(capsys, *arguments):
     return code, captured.out + captured.err
 
 
-def test_export_says_what_it_measured(run, tmp_path, capsys):
+def test_export_prints_what_it_measured(run, tmp_path, capsys):
     code, text = say(capsys, "export", run, "--to", "timm", "--out", tmp_path / "out")
     assert code == 0
     assert "with an eps per norm" in text

@@ -1,4 +1,4 @@
-"""Mistakes that people make on their first day, each answered with one sentence that names the remedy."""
+"""Mistakes of new users, each answered with one sentence that names the remedy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sentence(capsys, *words):
     return err
 
 
-def test_types_are_checked_with_a_sentence():
+def test_wrong_types_are_refused():
     with pytest.raises(UserError, match="depth must be a whole number, not '12'"):
         anechoic.build_model("vit_tiny_patch4", depth="12")
     with pytest.raises(UserError, match=r"decay takes a network .*anechoic.build_model\('vit_tiny'\)"):
@@ -49,7 +49,7 @@ def test_types_are_checked_with_a_sentence():
     assert anechoic.build_model("vit_tiny_patch4", dim=48, depth=np.int64(2), num_heads=3).config.depth == 2
 
 
-def test_an_exported_folder_says_how_to_take_it_over(run, tmp_path):
+def test_load_of_an_exported_folder_names_the_import_command(run, tmp_path):
     import torch
 
     from anechoic.weights.exporting import TARGETS
@@ -64,12 +64,12 @@ def test_an_exported_folder_says_how_to_take_it_over(run, tmp_path):
         anechoic.load(tmp_path / "pt2")
 
 
-def test_a_misspelt_run_is_answered_with_the_nearest(run):
+def test_misspelt_run_names_the_nearest(run):
     with pytest.raises(UserError, match=r"no run or model directory .*mess; did you mean .*mesh\?"):
         anechoic.load(run.parent / "mess")
 
 
-def test_run_and_data_the_wrong_way_round(run, tmp_path, capsys):
+def test_swapped_run_and_data_are_refused(run, tmp_path, capsys):
     Image.new("RGB", (16, 16)).save(tmp_path / "a.png")
     for words in (["embed", tmp_path, run, "-o", tmp_path / "v.npz"], ["search", tmp_path, run, "0"]):
         assert "give the model first, then the images" in sentence(capsys, *words)
@@ -85,7 +85,7 @@ def test_option_of_another_command_is_named(capsys, tmp_path):
     assert "--shortcut.alpha-min" in flags_of("train")
 
 
-def test_a_misspelt_flag_or_recipe_is_answered_with_the_nearest(capsys):
+def test_misspelt_option_or_recipe_names_the_nearest(capsys):
     assert "search has no --enigne; did you mean --engine?" in sentence(
         capsys, "search", "a", "b", "0", "--enigne", "x"
     )
@@ -94,34 +94,34 @@ def test_a_misspelt_flag_or_recipe_is_answered_with_the_nearest(capsys):
     assert "no recipe 'pocket_mae_digit'; did you mean pocket_mae_digits?" in sentence(capsys, "train", words[1][:-1])
 
 
-def test_settings_may_be_turned_off_by_flag(capsys):
+def test_setting_is_turned_off_by_no_option(capsys):
     assert main(["train", "pocket_mae_digits", "--data.no-flip", "--no-compile", "--no-json", "--dry-run"]) == 0
     assert '"flip": false' in capsys.readouterr().out
 
 
-def test_every_setting_has_its_sentence_in_the_help(capsys):
+def test_help_describes_every_setting(capsys):
     with pytest.raises(SystemExit):
         main(["train", "pocket_mae_digits", "--help"])
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     for section in (Config, OptimConfig, SaveConfig):
-        told = descriptions(section)
-        assert set(told) >= {name for name, hint in hints(section).items() if not is_dataclass(hint)}
-        assert all(sentence in text for sentence in told.values())
+        texts = descriptions(section)
+        assert set(texts) >= {name for name, hint in hints(section).items() if not is_dataclass(hint)}
+        assert all(sentence in text for sentence in texts.values())
 
 
-def test_one_sheet_is_no_distribution(tmp_path, capsys):
+def test_frechet_refuses_a_single_image(tmp_path, capsys):
     Image.new("RGB", (64, 64)).save(tmp_path / "sheet.png")
     words = ["frechet", tmp_path / "sheet.png", "digits:test", "--extractor", "digits"]
     assert "is a single image, and distributions are compared" in sentence(capsys, *words)
 
 
-def test_missing_data_is_told_in_a_dry_run_too(tmp_path, capsys):
+def test_dry_run_reports_missing_data(tmp_path, capsys):
     words = ["reproduce", "table2", "--data-root", tmp_path / "missing", "--dry-run"]
     assert "There is no folder" in sentence(capsys, *words)
 
 
 @pytest.mark.parametrize("words", [["--help"], ["pretrain", "--help"]])
-def test_a_reader_that_leaves_early(words):
+def test_closed_pipe_ends_quietly(words):
     script = f"import sys; sys.argv[1:] = {words}; from anechoic.cli.main import main; sys.exit(main())"
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
@@ -130,7 +130,7 @@ def test_a_reader_that_leaves_early(words):
     assert process.returncode == 141
 
 
-def test_help_speaks_of_what_may_be_left_out(capsys):
+def test_help_marks_optional_arguments(capsys):
     for words in (["train", "pocket_mae_digits"], ["embed"], ["evaluate"], ["pretrain"], ["search"]):
         with pytest.raises(SystemExit):
             main([*words, "--help"])
@@ -139,7 +139,7 @@ def test_help_speaks_of_what_may_be_left_out(capsys):
     assert "usage: anechoic search [-h] [OPTIONS] RUN DATA QUERY ..." in text
 
 
-def test_a_message_has_a_line_of_its_own(monkeypatch):
+def test_message_starts_a_new_line_beside_a_progress_bar(monkeypatch):
     """Beside a bar that is being drawn."""
     from tqdm import tqdm
 
@@ -159,7 +159,7 @@ def test_a_message_has_a_line_of_its_own(monkeypatch):
     assert after.startswith("\n")
 
 
-def test_recipes_are_a_table_and_one_of_them_a_page(capsys):
+def test_list_recipes_prints_a_table_or_one_recipe(capsys):
     assert main(["list", "recipes", "--filter", "pocket_mae"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["recipe", "trains", "cost", "expect"]
@@ -193,12 +193,12 @@ def test_gif_and_avif_are_read(kind, suffix, tmp_path):
     assert np.abs(found.astype(int) - pixels).mean() < 12
 
 
-def test_a_place_that_cannot_be_written_is_named(run, tmp_path, capsys):
+def test_unwritable_path_is_named(run, tmp_path, capsys):
     Image.fromarray(np.zeros((16, 16, 3), np.uint8)).save(tmp_path / "a.png")
     (tmp_path / "file").write_text("no folder")
-    told = sentence(capsys, "embed", run, tmp_path / "a.png", "-o", tmp_path / "file" / "v.npz")
-    assert str(tmp_path / "file") in told
-    assert "another" in told
+    error = sentence(capsys, "embed", run, tmp_path / "a.png", "-o", tmp_path / "file" / "v.npz")
+    assert str(tmp_path / "file") in error
+    assert "another" in error
 
 
 def heic():
@@ -214,7 +214,7 @@ def test_heic_is_read_with_its_extra(tmp_path):
     assert np.abs(found.astype(int) - pixels).mean() < 12
 
 
-def test_without_it_heic_is_named_with_the_remedy(tmp_path, monkeypatch, caplog):
+def test_missing_heic_support_names_the_extra(tmp_path, monkeypatch, caplog):
     _, data = heic()
     monkeypatch.setattr(decoding, "HAS_HEIC", False)
     with pytest.raises(decoding.Undecodable, match=r"anechoic\[heic\]"):
@@ -232,7 +232,7 @@ def test_without_it_heic_is_named_with_the_remedy(tmp_path, monkeypatch, caplog)
         assert 'b.heic: HEIC needs an extra package: pip install "anechoic[heic]"' in caplog.text
 
 
-def test_postscript_stays_out():
+def test_postscript_is_not_read():
     assert not {"EPS", "WMF"} & set(decoding.FORMATS)
     with pytest.raises(decoding.Undecodable):
         decoding.decode(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\nshowpage\n")
@@ -241,17 +241,17 @@ def test_postscript_stays_out():
 # ---- sweeps
 
 
-def test_a_sweep_fixes_settings_beside_those_it_varies(tmp_path, capsys):
+def test_sweep_fixes_and_varies_settings(tmp_path, capsys):
     words = ["sweep", "pocket_mae_digits", "--vary", "shortcut.alpha_min", "0.6", "1.0", "--out", str(tmp_path)]
     assert main([*words, "--fix", "optim.samples", "1280", "--fix", "optim.batch_size", "64", "--dry-run"]) == 0
     text = capsys.readouterr().out
     assert text.count(" 1,280 ") == 2
-    told = sentence(capsys, *words, "--fix", "shortcut.alpha_min", "0.7", "--dry-run")
-    assert "shortcut.alpha_min is both fixed and varied" in told
+    error = sentence(capsys, *words, "--fix", "shortcut.alpha_min", "0.7", "--dry-run")
+    assert "shortcut.alpha_min is both fixed and varied" in error
     assert "There is no setting optim.smaples" in sentence(capsys, *words, "--fix", "optim.smaples", "7", "--dry-run")
 
 
-def test_a_sweep_into_a_file_says_now_and_then_how_far_it_is(monkeypatch, tmp_path):
+def test_sweep_reports_progress_to_a_file_at_intervals(monkeypatch, tmp_path):
     from anechoic.recipes import recipe
     from anechoic.sweeps import sweep
     from anechoic.sweeps.trial import Trial

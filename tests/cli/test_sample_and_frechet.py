@@ -1,4 +1,4 @@
-"""From training to images to scores, end to end on tiny models: the verbs sample, frechet and probe at noise levels."""
+"""From training to images to scores on tiny models: the commands sample and frechet, and probes at noise levels."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def failure(capsys: pytest.CaptureFixture, *arguments: object) -> str:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__)
-def test_every_recipe_builds_its_model_and_says_what_it_costs(recipe) -> None:  # type: ignore[no-untyped-def]
+def test_every_recipe_builds_its_model_and_states_its_cost(recipe) -> None:  # type: ignore[no-untyped-def]
     config = recipe()
     make_objective(config.objective.name, **config.objective.options)
     with torch.device("meta"):
@@ -381,7 +381,7 @@ def test_few_samples_are_noted_and_other_statistics_refused(tmp_path: Path, caps
     assert "no extractor 'digts'" in failure(capsys, "frechet", few, "digits:test", "--extractor", "digts")
 
 
-def test_any_encoder_of_ours_can_judge(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_frechet_takes_an_encoder_of_ours(runs: dict[str, Path], tmp_path: Path) -> None:
     from anechoic.runtime.checkpoint import model_card, write_model
 
     torch.manual_seed(0)
