@@ -106,4 +106,4 @@ def test_latents_are_drawn_for_networks_of_latents(tmp_path, capsys):
     assert (code, "on 4 images (drawn latents)" in text) == (0, True)
     arguments = ("export", tmp_path / "run", "--to", "safetensors", "--out", tmp_path / "again", "--check", "digits")
     code, text = say(capsys, *arguments)
-    assert (code, "leave --check out" in text) == (2, True)
+    assert (code, "omit --check" in text) == (2, True)
