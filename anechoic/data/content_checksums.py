@@ -41,7 +41,8 @@ def stamp_of(status: os.stat_result) -> tuple[int, int, int, int, int]:
 
 
 def is_settled(stamp: Sequence[int] | np.ndarray) -> bool:
-    return max(stamp[3], stamp[4]) < (time.time() - SETTLED) * 1e9
+    """Return whether the last change is old enough; modification times may be set to any date, change times not."""
+    return stamp[3 if os.name == "nt" else 4] < (time.time() - SETTLED) * 1e9
 
 
 def hash_path(path: str) -> tuple[tuple[int, int, int, int, int], bytes]:
@@ -111,7 +112,7 @@ class FileHashes:
             found_stamp, found = hash_path(path)
             if any(found_stamp) and found != row["hash"].tobytes():
                 raise self._changed(number)
-            self.rows["stamp"][number] = stamp if is_settled(found_stamp) else b""
+            self.rows["stamp"][number] = stamp
 
     def _changed(self, number: int) -> UserError:
         return UserError(

@@ -138,7 +138,6 @@ def test_overwriting_at_equal_size_and_time_is_noticed(
     kind: str, recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if recorded:  # as if the files were older than the resolution of their times
-        monkeypatch.setattr(content_checksums, "SETTLED", 0.01)
         monkeypatch.setattr(content_checksums, "is_settled", lambda stamp: any(stamp))
     before = opened(kind, write(kind, tmp_path / "set", 1))
     first = before.fingerprint
@@ -184,6 +183,12 @@ def test_recently_changed_files_are_hashed_again(tmp_path: Path) -> None:
     """They may change again within the resolution of their times."""
     path = write("folder", tmp_path / "set", 1)
     assert (FileHashes(path, ["a/0.bmp"]).rows["stamp"] == b"").all()
+
+
+def test_hash_of_a_file_dated_in_the_future_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write("tar", tmp_path / "set", 1, time=4_000_000_000)
+    monkeypatch.setattr(content_checksums, "SETTLED", -60.0)
+    assert (FileHashes("", [str(path)]).rows["stamp"] != b"").all()
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut"])
