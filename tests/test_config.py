@@ -28,7 +28,7 @@ from anechoic.config import (
 from anechoic.errors import UserError
 from anechoic.recipes import recipe, table
 
-MACHINE = {"fingerprint": "abc", "accelerators": 0, "cores": 2}
+MACHINE = {"fingerprint": "abc", "gpus": 0, "cores": 2}
 
 
 @pytest.mark.parametrize("name", table())
@@ -126,14 +126,14 @@ def test_rules_of_the_automatic_choices():
     assert (gray.data.mean, gray.data.std) == ((0.5,), (0.5,))
     many = resolve(some_config(devices=2), size=1000, **MACHINE)
     assert many.threads == 1
-    accelerated = resolve(some_config(), size=1000, fingerprint="", accelerators=4, cores=16)
+    accelerated = resolve(some_config(), size=1000, fingerprint="", gpus=4, cores=16)
     assert (accelerated.devices, accelerated.precision) == (4, "bfloat16")
 
 
 def test_workers_of_each_process():
     assert [default_workers(cores, 1) for cores in (1, 2, 3, 16)] == [0, 0, 3, 8]
     assert [default_workers(64, processes) for processes in (1, 8, 16, 128)] == [8, 8, 4, 0]
-    one_thread = {"fingerprint": "", "accelerators": 8, "cores": 1}
+    one_thread = {"fingerprint": "", "gpus": 8, "cores": 1}
     assert resolve(some_config(), size=1000, **one_thread).data.workers == 0
     assert resolve(some_config(), size=1000, **one_thread, workers=6).data.workers == 6
     own = some_config(data=DataConfig(source="x", workers=3))

@@ -111,15 +111,15 @@ def check_and_introduce(config: Config, out: Path, *, size: int, sized: bool, ch
 def introduction(config: Config, *, size: int, sized: bool) -> list[str]:
     """Return what is trained, why this model, and how long it will take. sized: the model was chosen here."""
     from anechoic.pages.tables import duration
-    from anechoic.runtime.devices import accelerators
+    from anechoic.runtime.devices import num_gpus
     from anechoic.training.cost import seconds_per_image
 
     held_out = default_holdout(size) if config.data.holdout is None else config.data.holdout
     samples = budget(config.optim, max(config.optim.batch_size, size - held_out))
-    devices = config.devices or max(1, accelerators())
+    devices = config.devices or max(1, num_gpus())
     seconds = seconds_per_image(config) * samples / devices
     options = ", ".join(f"{name} {value}" for name, value in config.model.options.items())
-    machine = "a CPU" if not accelerators() else "1 GPU" if devices == 1 else f"{devices} GPUs"
+    machine = "a CPU" if not num_gpus() else "1 GPU" if devices == 1 else f"{devices} GPUs"
     return [
         f"Pre-training on {config.data.source}: {size:,} images without labels, {held_out:,} of them held out.",
         f"Model: {config.model.name}{f' ({options})' if options else ''} on images of {config.data.image_size} pixels"
@@ -164,7 +164,7 @@ def pretrain_config_for(data: str, *, labels: bool = False, **choices: Any) -> t
 
     from anechoic.data import open_source
     from anechoic.recipes.pretrain import pretrain_config
-    from anechoic.runtime.devices import accelerators
+    from anechoic.runtime.devices import num_gpus
 
     source = open_source(data, labels=labels, channels=choices["channels"])
     sides = [
@@ -173,5 +173,5 @@ def pretrain_config_for(data: str, *, labels: bool = False, **choices: Any) -> t
         if isinstance(image, torch.Tensor)
     ]
     side = sorted(sides)[len(sides) // 2] if sides else 64
-    config = pretrain_config(data, size=len(source), side=side, accelerators=accelerators(), **choices)
+    config = pretrain_config(data, size=len(source), side=side, gpus=num_gpus(), **choices)
     return config, source

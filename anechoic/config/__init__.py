@@ -1,7 +1,7 @@
-"""What a run is: frozen dataclasses whose names, types and ranges are checked, and their exact JSON.
+"""The config of a run: frozen dataclasses with checked names, types and ranges, and their exact JSON.
 
-It knows neither torch nor data nor models. `None` always means "chosen when the run starts"; `resolve` makes the
-choices and they are frozen in the run's config.json. Progress, intervals and budgets are counted in samples seen.
+No torch here. `None` means "chosen when the run starts": `resolve` chooses, and the run's config.json freezes it.
+Progress, intervals and budgets are counted in samples seen.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class DataConfig(Section):
     source: str = ""
     """where the images are: digits, scenes, emoji, a folder, list, zip, tar, parquet, npz, or hf:NAME"""
     image_size: Count = 224
-    """side of the square images given to the model"""
+    """image size (square) that the model gets"""
     channels: Count = 3
     """1 for gray, 3 for color"""
     mean: tuple[float, ...] | None = None
@@ -90,11 +90,11 @@ class DataConfig(Section):
     holdout: Whole | None = None
     """samples never trained on, for validation (default: one in a hundred, at most 1024)"""
     workers: Whole | None = None
-    """processes that decode images (default: none on a processor with few cores)"""
+    """processes that decode images (default: none on a CPU with few cores)"""
     size: Count | None = None
-    """number of samples to train on, found in the data"""
+    """number of training samples, read from the data"""
     fingerprint: str | None = None
-    """checksum of the data, found in it: a run does not go on with other data"""
+    """checksum of the data: a run does not resume with other data"""
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,9 @@ class ObjectiveConfig(Section):
 @dataclass(frozen=True)
 class OptimConfig(Section):
     algorithm: Algorithm = "adamw"
-    """what moves the weights; muon: the matrices of blocks and skips by orthogonalized momentum, the rest by AdamW"""
+    """optimizer; muon: orthogonalized momentum for the matrices of blocks and skips, AdamW for the rest"""
     batch_size: Count = 1024
-    """samples per update, over all processes and accumulated parts"""
+    """samples per update, over all ranks and micro-batches"""
     epochs: Positive | None = None
     """passes over the data (or give samples)"""
     samples: Count | None = None
@@ -154,22 +154,22 @@ class OptimConfig(Section):
     weight_decay: NotNegative = 0.05
     """decoupled weight decay"""
     weight_decay_on: WeightDecayOn = "matrices"
-    """decay tensors of two or more dimensions, or every parameter"""
+    """weight decay on tensors of two or more dimensions, or on all parameters"""
     exempt: tuple[str, ...] = ()
-    """names of parameters that are not decayed all the same"""
+    """names of parameters without weight decay"""
     layer_decay: Share = 1.0
     """factor of the learning rate from each block to the one below it (fine-tuning)"""
     clip: NotNegative = 0.0
     """largest norm of the gradient; 0 does not clip"""
     accumulate: Count = 1
-    """parts in which a batch is computed, to save memory"""
+    """micro-batches per update (gradient accumulation), to save memory"""
     ema: Share = 0.0
-    """decay per update of the averaged weights; 0 keeps none"""
+    """decay per update of the exponential moving average (EMA) of the weights; 0: no EMA"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.samples is not None and self.samples > self.batch_size:
-            # Whole batches, said once: the same command must read as the same budget when it goes on.
+            # Whole batches, so that the same command has the same budget when it resumes.
             object.__setattr__(self, "samples", self.samples // self.batch_size * self.batch_size)
 
 
@@ -178,7 +178,7 @@ class ValidationConfig(Section):
     every: Count | None = None
     """samples between two validations on the held-out part (default: twenty, at least ten updates apart)"""
     knn: Whole = 0
-    """training samples that vote in a k-NN test of the held-out ones, if the data has labels; 0 makes none"""
+    """training samples that vote in a k-NN validation, if the data has labels; 0: no k-NN"""
     report: Count | None = None
     """samples between two lines of metrics.jsonl (default: two hundred lines)"""
     tensorboard: bool = False
@@ -190,9 +190,9 @@ class SaveConfig(Section):
     every: Count | None = None
     """samples between two checkpoints (default: twenty checkpoints, at least ten updates apart)"""
     keep_last: Count = 2
-    """how many of the newest checkpoints stay"""
+    """number of newest checkpoints to keep"""
     keep_every: Whole = 0
-    """the first checkpoint from each multiple of so many samples on stays for good; 0 keeps none"""
+    """also keep the first checkpoint after each multiple of this number of samples; 0: none"""
 
 
 @dataclass(frozen=True)
@@ -209,21 +209,21 @@ class Config(Section):
     init_from: str = ""
     """a run, model or checkpoint directory whose weights this run starts from"""
     seed: Whole = 0
-    """of weights, order, crops, masks and noise"""
+    """random seed of weights, order, crops, masks and noise"""
     devices: Count | None = None
-    """processes that share a batch (default: one per accelerator, else one)"""
+    """number of ranks that share a batch (default: one per GPU, else one)"""
     fsdp: bool = False
-    """share weights, gradients and optimizer out over the processes (FSDP2) instead of keeping all of them in each"""
+    """shard weights, gradients and optimizer over the ranks (FSDP2) instead of replicating them"""
     threads: Count | None = None
-    """threads per process (default: all cores for one process, one each for several)"""
+    """threads per rank (default: all cores for one rank, one each for several)"""
     precision: Precision | None = None
-    """of the matrix products (default: bfloat16 on accelerators, else float32)"""
+    """of the matrix products (default: bfloat16 on a GPU, else float32)"""
     compile: bool = False
     """compile the model with torch.compile"""
     recompute: bool = False
-    """keep only each block's input for the backward pass and compute the rest again: less memory, more time"""
+    """activation checkpointing: keep only each block's input and recompute the rest; less memory, more time"""
     fused: bool = True
-    """compute blocks by fused functions where they apply; off is slower, for comparison"""
+    """use fused blocks where they apply; off is slower, for comparison"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -241,7 +241,7 @@ class Config(Section):
 
 
 def to_json(config: Section) -> dict[str, Any]:
-    """Plain JSON values; `from_json` gives back an equal Config."""
+    """Return plain JSON values; `from_json` returns an equal Config."""
     plain: dict[str, Any] = {}
     for name in (f.name for f in fields(config)):
         value = getattr(config, name)
@@ -271,9 +271,11 @@ def from_json(values: Mapping[str, Any]) -> Config:
         values["fused"] = not values.pop("unfused")
     data = values.get("data")
     if isinstance(data, Mapping):
-        values["data"] = {**data, **({"augment": "center"} if data.get("augment") == "centre" else {})}
+        values["data"] = data = dict(data)
+        if data.get("augment") == "centre":  # legacy name
+            data["augment"] = "center"
         if data.get("std") == OLD_LATENTS_STD:
-            values["data"]["std"] = [1.0] * 4
+            data["std"] = [1.0] * 4
     return from_mapping(Config, values)
 
 
@@ -288,7 +290,7 @@ def settings(config: Section, *, where: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def differences(old: Config, new: Config) -> list[str]:
-    """One text per setting that differs: "optim.lr: 0.0006 in the run, 0.001 asked for"."""
+    """Return a text per setting that differs: "optim.lr: 0.0006 in the run, 0.001 asked for"."""
     before, after = dict(settings(old)), dict(settings(new))
     return [
         f"{name}: {before[name]} in the run, {after[name]} asked for" for name in after if before[name] != after[name]
@@ -296,7 +298,7 @@ def differences(old: Config, new: Config) -> list[str]:
 
 
 def adopt(config: SectionT, frozen: SectionT) -> SectionT:
-    """The config with everything it leaves open (None) taken from the frozen one."""
+    """Return the config with open settings (None) taken from the frozen one."""
     changes: dict[str, Any] = {}
     for f in fields(config):
         value, chosen = getattr(config, f.name), getattr(frozen, f.name)
@@ -311,21 +313,21 @@ def adopt(config: SectionT, frozen: SectionT) -> SectionT:
 
 
 def default_holdout(size: int) -> int:
-    """One in a hundred, at least 64 where that is no more than a tenth of the data, at most 1024."""
+    """Return one in a hundred, at least 64 where that is no more than a tenth of the data, at most 1024."""
     return min(max(size // 100, min(64, size // 10)), 1024)
 
 
 def default_workers(cores: int, processes: int) -> int:
-    """Of each of the processes that share these cores: none where there are few, which training needs itself."""
+    """Return the workers per rank for ranks that share these cores; none where there are few cores."""
     return 0 if cores <= 2 else min(8, cores // processes)
 
 
 def resolve(
-    config: Config, *, size: int, fingerprint: str, accelerators: int, cores: int, workers: int | None = None
+    config: Config, *, size: int, fingerprint: str, gpus: int, cores: int, workers: int | None = None
 ) -> Config:
-    """Every None chosen. size: samples in the source; accelerators and cores: what this machine has.
+    """Choose every None. size: samples in the source; gpus and cores: of this machine.
 
-    workers: of each process, where its cores do not tell (a launcher leaves it one thread).
+    workers: per rank, under a launcher, which sets one thread per rank.
     """
     data, optim = config.data, config.optim
     holdout = default_holdout(size) if data.holdout is None else data.holdout
@@ -335,7 +337,7 @@ def resolve(
             "lower optim.batch_size or data.holdout."
         )
     color = data.channels == 3
-    devices = config.devices or max(1, accelerators)
+    devices = config.devices or max(1, gpus)
     check_shares(optim, devices)
     if workers is None:
         workers = default_workers(cores, devices)
@@ -363,21 +365,21 @@ def resolve(
         ),
         save=replace(config.save, every=config.save.every or max(10 * optim.batch_size, samples // 20)),
         devices=devices,
-        threads=config.threads or (1 if devices > 1 and not accelerators else cores),
-        precision=config.precision or ("bfloat16" if accelerators else "float32"),
+        threads=config.threads or (1 if devices > 1 and not gpus else cores),
+        precision=config.precision or ("bfloat16" if gpus else "float32"),
     )
 
 
 def check_shares(optim: OptimConfig, devices: int) -> None:
     if optim.batch_size % (devices * optim.accumulate):
         raise UserError(
-            f"A batch of {optim.batch_size} cannot be shared by {devices} devices in {optim.accumulate} parts: "
+            f"A batch of {optim.batch_size} cannot be shared by {devices} devices in {optim.accumulate} micro-batches: "
             "choose optim.batch_size as a multiple of both."
         )
 
 
 def budget(optim: OptimConfig, size: int) -> int:
-    """Samples to see, whole batches only; an epoch is the whole batches that `size` samples fill."""
+    """Return the budget in samples, whole batches only; an epoch is the whole batches that `size` samples fill."""
     if optim.samples is None and optim.epochs is None:
         raise UserError("The budget is missing: give optim.epochs or optim.samples.")
     by_epochs = max(1, round((optim.epochs or 0) * (size // optim.batch_size))) * optim.batch_size

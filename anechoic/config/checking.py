@@ -23,7 +23,7 @@ from anechoic.errors import UserError, nearest_name
 
 
 class Range(NamedTuple):
-    """Metadata of a number's type: low <= value <= high, or value < high if that is left out."""
+    """Metadata of a number's type: low <= value <= high, or value < high if `below`."""
 
     low: float
     high: float = math.inf
@@ -60,7 +60,7 @@ def parse_options(words: list[str]) -> dict[str, Any]:
     return options
 
 
-# Options are checked by whoever they are for (build_model, the objective), which knows their names.
+# build_model and the objective, which know the names, check options.
 Options = Annotated[
     dict[str, Any],
     tyro.constructors.PrimitiveConstructorSpec(
@@ -75,7 +75,7 @@ Options = Annotated[
 
 @dataclass(frozen=True)
 class Section:
-    """A frozen dataclass that checks every field against its annotation when it is made."""
+    """A frozen dataclass that checks every field against its annotation."""
 
     def __post_init__(self) -> None:
         for name, hint in hints(type(self)).items():
@@ -107,7 +107,7 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 def from_mapping(section: type[SectionT], values: Mapping[str, Any], *, where: str = "") -> SectionT:
-    """The dataclass from plain JSON values; unknown names are refused and the nearest known one offered."""
+    """Build the dataclass from plain JSON values; UserError for unknown names, with the nearest known one."""
     known = hints(section)
     for name in values:
         if name not in known:

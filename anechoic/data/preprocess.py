@@ -1,6 +1,6 @@
-"""How images become a network's input and back: the only place that cuts to its size and normalizes pixels.
+"""Preprocess: the only place that crops images to a network's size and normalizes pixels, and the inverse.
 
-A model directory carries it in its config.json, so whoever uses the weights prepares images as they were trained on.
+A model directory stores it in its config.json, so that weights are used with the preprocessing they were trained with.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from anechoic.errors import UserError
 
 @dataclass(frozen=True)
 class Preprocess:
-    """mean and std: one per channel, of pixel values in 0 .. 1; image_size: side of the square images."""
+    """mean and std: one per channel, of pixel values in 0 .. 1; image_size: of the square images."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -33,7 +33,7 @@ class Preprocess:
             if len(values) != self.channels or not all(math.isfinite(value) for value in values):
                 raise UserError(f"{name} needs one number for each of the {self.channels} channels, not {values}.")
         if not all(value > 0 for value in self.std) or self.image_size < 1:
-            raise UserError("Images are divided by std and have a side, so both must be positive.")
+            raise UserError("std and image_size must be positive.")
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Preprocess:
@@ -46,16 +46,16 @@ class Preprocess:
             if isinstance(problem, UserError):
                 raise
             raise UserError(
-                f"The model's config.json does not say how its images are prepared ({problem!r}): export it again."
+                f"The model's config.json has no valid preprocessing ({problem!r}): export it again."
             ) from problem
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "mean": list(self.mean), "std": list(self.std)}
 
     def apply(self, images: Tensor) -> Tensor:
-        """uint8 (B, C, H, W) -> float32 (images / 255 - mean) / std on their device; what is no pixels stays as it is.
+        """uint8 (B, C, H, W) -> float32 (images / 255 - mean) / std on their device.
 
-        Latents come as floats and are a network's input already.
+        Floats are a network's input already (latents, for example) and are not normalized.
         """
         if images.dtype != torch.uint8:
             return images.float()
@@ -70,25 +70,25 @@ class Preprocess:
         return images.to(torch.float32).mul_(scale).add_(shift)
 
     def invert(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) as the network sees it -> pixel values, in 0 .. 1 if they were; not clamped."""
+        """Undo `apply`: network input (B, C, H, W) -> pixel values in 0 .. 1, not clamped; latents as they are."""
         return x * _per_channel(self.std, x) + _per_channel(self.mean, x)
 
     def renormalize(self, pixels: Tensor) -> Tensor:
-        """Pixel values (B, C, H, W) in 0 .. 1 -> as the network sees them: what `invert` undoes."""
+        """Pixel values (B, C, H, W) in 0 .. 1 -> network input: what `invert` undoes."""
         return normalize(pixels, self.mean, self.std)
 
     def __call__(self, images: Any) -> Tensor:
-        """Pictures of any size -> the network's input (B, C, image_size, image_size), as it is evaluated.
+        """Images of any size -> network input (B, C, image_size, image_size), as in evaluation.
 
         A Pillow image, an array (H, W, C) or (B, H, W, C), a uint8 tensor (C, H, W) or (B, C, H, W), or a list of
-        them. What is no pixels (a tensor of floats) stays as it is.
+        them. A float tensor is returned as it is.
         """
         if isinstance(images, Tensor) and images.dtype != torch.uint8:
             return self.apply(images)
         return self.apply(torch.stack([self.cut(pixels) for pixels in self.pixels(images)]))
 
     def pixels(self, images: Any) -> list[Tensor]:
-        """Each picture as uint8 (C, H, W)."""
+        """Return each image as uint8 (C, H, W)."""
         several = isinstance(images, list | tuple) or getattr(images, "ndim", 0) == 4
         return [as_pixels(image, channels=self.channels) for image in (images if several else [images])]
 
@@ -110,7 +110,7 @@ MARGIN = 256 / 224
 
 
 def evaluation_side(height: int, width: int, image_size: int) -> int:
-    """The shorter side before the middle is cut: with a margin, but no image is enlarged to get it."""
+    """Return the shorter side before the center crop: with a margin, but no image is enlarged for it."""
     return min(round(image_size * MARGIN), max(image_size, min(height, width)))
 
 

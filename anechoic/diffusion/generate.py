@@ -1,7 +1,6 @@
-"""From a trained denoiser on disk to images: which process it was trained on, its latents, and files with a receipt.
+"""Generate images with a trained denoiser and write them with a receipt.
 
-The algorithms are `samplers`'s. Image i of a seed is the same whatever the batch size and the number of processes,
-because all of its noise is a function of (seed, i, step).
+Image i of a seed does not depend on batch size or number of ranks: its noise is a function of (seed, i, step).
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ RECEIPT = "receipt.json"
 
 @dataclass(frozen=True)
 class Request:
-    """Everything an image depends on, and how the work is cut. None means: as the run says, or the usual."""
+    """Everything an image depends on, and the batch size. None: as the run was trained, or the default."""
 
     run: str
     num: int = 64
@@ -64,7 +63,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Images:
-    """Made images uint8 (n, C, H, W), the classes asked for (n,) or None, and how they came about."""
+    """Generated images uint8 (n, C, H, W), their classes (n,) or None, and the receipt."""
 
     pixels: Tensor
     labels: Tensor | None
@@ -75,7 +74,7 @@ class Images:
 
 
 def training_config(path: Path) -> dict[str, Any]:
-    """The config of the run that a run, model or checkpoint directory belongs to; empty if it lies outside of one."""
+    """Return the config of the run that a run, model or checkpoint directory belongs to; empty outside of one."""
     for folder in (path, *path.absolute().parents[:2]):
         file = folder / "config.json"
         if file.is_file():
@@ -86,9 +85,9 @@ def training_config(path: Path) -> dict[str, Any]:
 
 
 def open_denoiser(path: Path, *, untrained: bool = False) -> tuple[Any, dict[str, Any]]:
-    """The network (averaged weights, if it has them) and its run's config; other kinds of network are refused.
+    """Return the network (EMA weights, if it has them) and its run's config; UserError for other kinds of network.
 
-    untrained gives the same network fresh weights: what scores must be compared with.
+    untrained: random initialization instead, the baseline of scores.
     """
     model = load(path)
     if not isinstance(model, UViT | SiT):
@@ -101,7 +100,7 @@ def open_denoiser(path: Path, *, untrained: bool = False) -> tuple[Any, dict[str
 
 
 def find_process(model: UViT | SiT, config: dict[str, Any], *, asked: str | None) -> Process:
-    """As asked for, as trained, or as the family is usually trained."""
+    """Return the process: as set, as trained, or the default of the model family."""
     if asked is not None:
         return process_named(asked)
     objective = config.get("objective")
@@ -110,11 +109,11 @@ def find_process(model: UViT | SiT, config: dict[str, Any], *, asked: str | None
 
 
 def find_labels(request: Request, model: UViT | SiT) -> Tensor | None:
-    """The class of every image (num,): those asked for in turn, all classes in turn, or none."""
+    """Return the class of every image (num,): the given or all classes in turn; None if unconditional."""
     count = model.config.num_classes
     if count is None:
         if request.classes:
-            raise UserError("this model is unconditional, so no classes can be asked for; leave --classes out.")
+            raise UserError("this model is unconditional: remove --classes.")
         return None
     for number in request.classes:
         if not 0 <= number < count:
@@ -130,15 +129,15 @@ def find_guidance(request: Request, model: UViT | SiT) -> Guidance | None:
     if guidance.is_none:
         return None
     if model.config.num_classes is None:
-        raise UserError("guidance needs a class-conditional model and this one is unconditional; leave --guidance out.")
+        raise UserError("guidance needs a class-conditional model: remove --guidance.")
     if model.config.label_dropout == 0:
-        raise UserError("guidance needs a model trained with label_dropout, and this one was not; leave it out.")
+        raise UserError("guidance needs a model trained with label_dropout: remove --guidance.")
     return guidance
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """Network space -> uint8 images: through the autoencoder for latents, else by undoing the normalization."""
+    """Network output -> uint8 images: latents through the autoencoder, else the inverse of the normalization."""
 
     preprocess: Preprocess
     vae: Any = None
@@ -175,12 +174,12 @@ def find_decoder(request: Request, model: Any, config: dict[str, Any], device: t
 
 
 def generate(request: Request, *, devices: int = 1, progress: bool = True) -> Images:
-    """Make the images 0 .. num - 1 of the request's seed, in one or several processes."""
+    """Generate the images 0 .. num - 1 of the request's seed, on one or several ranks."""
     model, config = open_checked(request)
     if devices == 1:
         return _generate_part(request, (model, config), progress=progress)
     if devices < 1 or devices > request.num:
-        raise UserError(f"{request.num} images can be made by 1 to {request.num} processes, not {devices}.")
+        raise UserError(f"{request.num} images can be generated by 1 to {request.num} devices, not {devices}.")
     check_devices(devices)
     with tempfile.TemporaryDirectory() as folder:
         receipt = launch(_generate_into, request, folder, progress, devices=devices)
@@ -189,7 +188,7 @@ def generate(request: Request, *, devices: int = 1, progress: bool = True) -> Im
 
 
 def open_checked(request: Request) -> tuple[Any, dict[str, Any]]:
-    """All of a request that can be checked is, before any process starts or any network is evaluated."""
+    """Check a request before a rank starts or a network is evaluated."""
     if request.num < 1 or request.batch_size < 1:
         raise UserError("--num and --batch-size must be at least 1.")
     model, config = open_denoiser(Path(request.run), untrained=request.untrained)
@@ -202,7 +201,7 @@ def open_checked(request: Request) -> tuple[Any, dict[str, Any]]:
 
 
 def _generate_into(request: Request, folder: str, progress: bool) -> dict[str, Any]:
-    """Runs in each of several processes: its share of the images goes to a file, the first one's receipt back."""
+    """Run on each rank: write its images to a file; rank 0's receipt is returned."""
     torch.set_num_threads(1)
     with join() as world:
         opened = open_denoiser(Path(request.run), untrained=request.untrained)
@@ -221,7 +220,7 @@ def _generate_part(
     world_size: int = 1,
     progress: bool = False,
 ) -> Images:
-    """This process's contiguous share of the images."""
+    """Generate this rank's contiguous part of the images."""
     device = current_device()
     model, config = opened
     weights = hash_tensors(model.state_dict())
@@ -230,7 +229,7 @@ def _generate_part(
     sampler = request.sampler or samplers_for(process)[0]
     labels, guidance = find_labels(request, model), find_guidance(request, model)
     decoder = find_decoder(request, model, config, device)
-    low, high = (request.num * place // world_size for place in (rank, rank + 1))
+    low, high = (request.num * number // world_size for number in (rank, rank + 1))
 
     parts, evaluations = [], 0
     with EvaluationBar(request, high - low, shown=progress) as tick:
@@ -264,13 +263,13 @@ def _generate_part(
 
 
 class EvaluationBar:
-    """A bar over network evaluations; entering it gives the function that advances it by one."""
+    """A progress bar over network evaluations; entering it returns the function that advances it."""
 
     def __init__(self, request: Request, num: int, *, shown: bool) -> None:
         from tqdm.auto import tqdm
 
         total = request.steps * math.ceil(num / request.batch_size)
-        # disable=None: no bar where there is no terminal. dopri5 does not know its number of evaluations.
+        # disable=None: no bar where there is no terminal. dopri5 chooses its number of evaluations.
         self.bar = tqdm(
             total=None if request.sampler == "dopri5" else total,
             unit="eval",
@@ -290,7 +289,7 @@ class EvaluationBar:
 
 
 def check_output(out: Path) -> None:
-    """Refuse, before any image is made, a place where none can be written; its folder is there afterwards."""
+    """Raise UserError for a path that cannot be written; create its folder."""
     if out.suffix not in (".png", ".npz", ""):
         raise UserError(f"images cannot be written as {out.suffix}; name a .png picture, an .npz file or a folder.")
     if out.suffix and out.is_dir():
@@ -301,7 +300,7 @@ def check_output(out: Path) -> None:
 
 
 def write_images(images: Images, out: Path, *, columns: int | None = None) -> None:
-    """A grid picture (.png), arrays (.npz), or a folder with a PNG each, by class where there are classes."""
+    """Write a contact sheet (.png), arrays (.npz), or a folder of PNG files, by class where there are classes."""
     check_output(out)
     with write_aside(out.absolute(), folder=not out.suffix) as new:
         if out.suffix == ".png":
@@ -326,7 +325,7 @@ def write_folder(images: Images, folder: Path) -> None:
 
 
 def read_receipt(path: str) -> dict[str, Any] | None:
-    """The receipt that `write_images` left with images, if it did."""
+    """Return the receipt that `write_images` wrote beside images, if there is one."""
     file = Path(path)
     if file.is_dir() and (file / RECEIPT).is_file():
         return read_table(file / RECEIPT)
@@ -345,14 +344,14 @@ def to_picture(pixels: Tensor) -> Any:
 
 
 def default_columns(images: Images) -> int:
-    """A row shows every class once; else the grid is about square."""
+    """Return one column per class, or a number that makes the grid about square."""
     if images.labels is not None and 1 < (count := len(images.labels.unique())) <= 20:
         return count
     return math.ceil(math.sqrt(len(images.pixels)))
 
 
 def contact_sheet(pixels: Tensor, *, columns: int, cell: int = 48, gap: int = 4) -> Any:
-    """One picture of all images, row by row on white; small ones enlarged by a whole factor to about `cell` pixels."""
+    """Draw all images row by row on white; small ones are enlarged by an integer to about `cell` pixels."""
     n, channels, height, width = pixels.shape
     factor = max(1, cell // max(height, width))
     enlarged = pixels.repeat_interleave(factor, dim=2).repeat_interleave(factor, dim=3)
@@ -370,7 +369,7 @@ def contact_sheet(pixels: Tensor, *, columns: int, cell: int = 48, gap: int = 4)
 def image_batches(
     source: Any, *, batch_size: int, image_size: int | None = None, num: int | None = None
 ) -> Iterator[Tensor]:
-    """The first `num` readable images of a source as uint8 batches of one size, as they are or cropped square.
+    """Yield the first `num` readable images as uint8 batches, as they are or cropped square.
 
     Images of different sizes come one by one.
     """

@@ -1,8 +1,8 @@
-"""Forward processes that turn data into noise, and the loss that trains a network to undo them.
+"""Forward processes from data to noise, and the objectives that train a network to predict them.
 
-A process says how much data and noise a sample holds at each time, what the network is asked to predict, and how its
-answer is read; solving the process backwards is the business of `samplers`. Sections on U-ViT and SiT of the paper's
-generative experiments; Ho et al. 2020, Song et al. 2021 (VP), Lipman et al. 2023 and Ma et al. 2024 (flow).
+A process defines the amounts of data and noise at each time, the network's target, and how a prediction is read;
+samplers.py solves it backward. Sections on U-ViT and SiT of the paper's generative experiments; Ho et al. 2020, Song
+et al. 2021 (VP), Lipman et al. 2023 and Ma et al. 2024 (flow).
 
 B batch, C channels, H height, W width. Every process writes x_t = alpha(t) * data + sigma(t) * noise.
 """
@@ -221,7 +221,7 @@ def process_named(name: str) -> Process:
 
 # ---- objectives -----------------------------------------------------------------------------------------------------
 
-# (model, batch with images and labels, draws) -> {"loss": scalar}
+# (model, batch with images and labels, generator) -> {"loss": scalar}
 Objective = Callable[[Any, Any, SampleGenerator], dict[str, Tensor]]
 
 
@@ -231,7 +231,7 @@ def drop_labels(labels: Tensor, generator: SampleGenerator, *, probability: floa
 
 
 def training_labels(config: Any, labels: Tensor | None, generator: SampleGenerator) -> Tensor | None:
-    """What a network of this config is told: nothing, the labels, or the labels with some of them dropped."""
+    """Return the labels for a network of this config: None, the labels, or the labels with some dropped."""
     if config.num_classes is None:
         return None
     if labels is None:
@@ -274,7 +274,7 @@ def flow_matching() -> Objective:
 
 
 def process_of(objective: str, options: Mapping[str, Any]) -> Process | None:
-    """The process that an objective of a run's config trains on; None if it trains no denoiser."""
+    """Return the process that an objective trains on; None if it trains no denoiser."""
     if objective == "noise_prediction":
         return process_named(options.get("process", "vp"))
     return LinearFlow() if objective == "flow_matching" else None
@@ -284,6 +284,6 @@ def process_of(objective: str, options: Mapping[str, Any]) -> Process | None:
 
 
 def encode(model: nn.Module, x: Tensor, *, process: Process, level: float) -> Tensor:
-    """Run the network on x (B, C, H, W), which holds noise of a level (0: none), without telling it a label."""
+    """Run the network without a label on x (B, C, H, W), which has noise of this level (0: none)."""
     t = process.time_of_noise(torch.full((len(x),), level, device=x.device))
     return model(x, process.network_time(t), None)

@@ -1,6 +1,6 @@
 """Samplers: functions of (denoiser, noise, times) that carry noise back to data.
 
-They know a process and a callable, not a model's inside, a data set or a file. Euler–Maruyama on the reverse SDE (Song
+Euler–Maruyama on the reverse SDE (Song
 et al. 2021), DPM-Solver in noise and data form (Lu et al. 2022a, b), and the ODE and SDE of SiT (Ma et al. 2024).
 
 A denoiser maps (x (B, ...), t a double scalar in the process's time) to the network's prediction, of x's shape.
@@ -55,7 +55,7 @@ class Guidance:
 
 @dataclass
 class NetworkDenoiser:
-    """A network as a denoiser, for labels (B,) or none; `evaluations` counts its forward passes, `tick` hears of each.
+    """A network as a denoiser, for labels (B,) or none; `evaluations` counts forward passes, `tick` is called at each.
 
     With guidance, the conditional and the null prediction are one pass over a doubled batch.
     """
@@ -109,7 +109,7 @@ def euler_maruyama(denoise: Denoiser, x: Tensor, *, process: ContinuousVP, steps
 def solver_orders(evaluations: int, *, order: int) -> list[int]:
     """Orders of the steps that spend exactly this many evaluations, the highest first, lower ones at the end.
 
-    Of order 3: 50 gives 16 x 3 and 2. When 3 divides the number the end is 2, 1, so that the last steps are careful.
+    Of order 3: 50 is 16 x 3 and 2. When 3 divides the number, the last steps have orders 2 and 1.
     """
     full, rest = divmod(evaluations, order)
     if order == 3 and rest == 0:

@@ -19,7 +19,7 @@ MODULES = ("mae", "pocket", "demo", "diffusion", "transfer", "supervised")
 
 @cache
 def table() -> dict[str, Callable[[], Config]]:
-    """Every recipe's function by its name."""
+    """Return every recipe's function by name."""
     found: dict[str, Callable[[], Config]] = {}
     for module in MODULES:
         for recipe in import_module(f"anechoic.recipes.{module}").RECIPES:
@@ -29,7 +29,7 @@ def table() -> dict[str, Callable[[], Config]]:
 
 
 def recipe(name: str) -> Config:
-    """The config of this name, which it carries; a misspelt name is answered with the nearest one."""
+    """Return the config of this name; UserError for an unknown name, with the nearest one."""
     if name not in table():
         raise UserError(f"There is no recipe {name!r}; {nearest_name(name, table())}")
     return replace(table()[name](), recipe=name)

@@ -12,7 +12,7 @@ def demo_mae() -> Config:
     """The masked autoencoder of `anechoic demo`, on the embedded emoji.
 
     Command: anechoic train demo_mae --out runs/demo-mae
-    Cost: 64,000 samples, two minutes of one processor core.
+    Cost: 64,000 samples, two minutes on one CPU core.
     Expect: whatever `anechoic demo` reports for it on your machine; it prints the table.
     """
     base = pocket_mae_emoji()

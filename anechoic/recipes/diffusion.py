@@ -33,7 +33,7 @@ def latents(*, labels: bool = False) -> DataConfig:
 
 
 def updates(optim: OptimConfig, count: int, *, batch_size: int, warmup: int) -> OptimConfig:
-    """A budget in updates, the first `warmup` of them with a rising learning rate."""
+    """Set the budget in updates, the first `warmup` of them with a rising learning rate."""
     return replace(optim, batch_size=batch_size, samples=count * batch_size, warmup=warmup / count)
 
 
@@ -107,7 +107,7 @@ def sit_xl_in1k_latent() -> Config:
         model=ModelConfig("sit_xl_patch2", {"skips": True, "num_classes": 1000, "label_dropout": 0.1}),
         shortcut=ShortcutConfig(alpha_min=0.8),
         objective=ObjectiveConfig("flow_matching"),
-        # An image and its mirror image are two samples here, so 700 passes are 1400 epochs.
+        # An image and its mirror image are two samples, so 700 passes are 1400 epochs.
         optim=OptimConfig(
             batch_size=256,
             epochs=700,
@@ -129,7 +129,7 @@ def pocket_uvit_digits() -> Config:
     """A small U-ViT that draws handwritten digits.
 
     Command: anechoic train pocket_uvit_digits --out runs/digits
-    Cost: 239 processor-seconds (measured, one thread).
+    Cost: 239 CPU seconds (measured, one thread).
     Expect: 1,000 samples in 50 evaluations: fd-digits 0.91 (28.8 untrained), all ten digits, mean confidence 0.886 of
         the digit classifier (measured).
     """
@@ -149,11 +149,11 @@ def pocket_uvit_digits() -> Config:
 
 
 def pocket_uvit_digits_cond() -> Config:
-    """The same U-ViT, told which digit to draw; one label in ten is dropped for guidance.
+    """The same U-ViT, conditioned on the digit; one label in ten is dropped for guidance.
 
     Command: anechoic train pocket_uvit_digits_cond --out runs/digits-cond
-    Cost: 269 processor-seconds (measured, one thread).
-    Expect: 96.8 % of 1,000 samples show the asked digit, 99.9 % at guidance 1; fd-digits 0.39 and 1.86 (measured).
+    Cost: 269 CPU seconds (measured, one thread).
+    Expect: 96.8 % of 1,000 samples show the given digit, 99.9 % at guidance 1; fd-digits 0.39 and 1.86 (measured).
     """
     base = pocket_uvit_digits()
     return replace(
@@ -164,11 +164,11 @@ def pocket_uvit_digits_cond() -> Config:
 
 
 def pocket_sit_digits_cond() -> Config:
-    """A small SiT with skips that draws the asked digit, by flow matching.
+    """A small SiT with skips that draws a given digit, by flow matching.
 
     Command: anechoic train pocket_sit_digits_cond --out runs/digits-flow
-    Cost: 184 processor-seconds (measured, one thread).
-    Expect: 97.7 % of 1,000 samples show the asked digit, 100 % at guidance 1; fd-digits 0.19 and 0.89 (measured).
+    Cost: 184 CPU seconds (measured, one thread).
+    Expect: 97.7 % of 1,000 samples show the given digit, 100 % at guidance 1; fd-digits 0.19 and 0.89 (measured).
     """
     base = pocket_uvit_digits_cond()
     options = {"dim": 128, "depth": 4, "num_heads": 4, "skips": True, "num_classes": 10, "label_dropout": 0.1}
@@ -176,10 +176,10 @@ def pocket_sit_digits_cond() -> Config:
 
 
 def pocket_uvit_cifar100() -> Config:
-    """A small U-ViT on CIFAR-100 for less than an hour of two cores.
+    """A small U-ViT on CIFAR-100 for less than an hour on two cores.
 
     Command: anechoic train pocket_uvit_cifar100 --data.source cifar100/train.parquet --out runs/pocket-cifar100
-    Cost: 1.2 processor-seconds an update (measured over 10 updates), so about 40 minutes of two cores for all 4,000.
+    Cost: 1.2 CPU seconds per update (measured over 10 updates), so about 40 minutes on two cores for all 4,000.
     Expect: not measured; the paper has nothing of this size.
     """
     base = uvit_cifar100()

@@ -1,6 +1,6 @@
 """Masked autoencoders at the paper's scale, with their baselines: residual (alpha_min 1, with skips) and plain MAE.
 
-Settings of the paper's appendix A where it gives them. Recipes for a laptop are in pocket.py.
+Settings of the paper's appendix A where it states them. Recipes for a laptop are in pocket.py.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def mae_in100_plain() -> Config:
 
 
 def mae_cifar100() -> Config:
-    """ViT-Ti/4 with decayed shortcuts on CIFAR-100 at 32 pixels: a full-length run for one accelerator.
+    """ViT-Ti/4 with decayed shortcuts on CIFAR-100 at 32 pixels: a full-length run for one GPU.
 
     Command: anechoic train mae_cifar100 --data.source cifar100/train.parquet --out runs/cifar100
     Cost: 20,000 updates of 1024 images.

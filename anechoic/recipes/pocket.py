@@ -1,4 +1,4 @@
-"""Recipes that train in minutes to an hour on two processor cores, to see the method work rather than to set records.
+"""Recipes that train in minutes to an hour on two CPU cores, to see the method work rather than to set records.
 
 Each has decayed shortcuts; the residual baseline is the same command with --shortcut.alpha-min 1.
 """
@@ -26,7 +26,7 @@ def pocket_mae_digits() -> Config:
     """A tiny masked autoencoder on scikit-learn's digits, embedded in the package.
 
     Command: anechoic train pocket_mae_digits --out runs/digits
-    Cost: 128,000 samples, about two minutes of one processor core.
+    Cost: 128,000 samples, about two minutes on one CPU core.
     Expect: held-out loss 0.339, k-NN on 64 held-out digits 45 %; its residual baseline 0.321 and 62 % (measured,
     seed 0): a run this short does not pay for decayed shortcuts.
     """
@@ -54,7 +54,7 @@ def pocket_mae_scenes() -> Config:
     """A small masked autoencoder on procedural scenes, embedded in the package.
 
     Command: anechoic train pocket_mae_scenes --out runs/scenes
-    Cost: 197,000 samples, about a quarter of an hour of one processor core (250 samples a second, measured).
+    Cost: 197,000 samples, about a quarter of an hour on one CPU core (250 samples a second, measured).
     Expect: not measured.
     """
     return Config(
@@ -75,7 +75,7 @@ def pocket_mae_cifar100() -> Config:
     """A small masked autoencoder on CIFAR-100 at 32 pixels.
 
     Command: anechoic train pocket_mae_cifar100 --data.source cifar100/train.parquet --out runs/cifar100
-    Cost: 741,000 samples, about 50 minutes of one processor core (250 samples a second, measured).
+    Cost: 741,000 samples, about 50 minutes on one CPU core (250 samples a second, measured).
     Expect: not measured.
     """
     base = pocket_mae_scenes()
@@ -88,12 +88,12 @@ def pocket_mae_cifar100() -> Config:
 
 
 def pocket_mae_emoji() -> Config:
-    """A small masked autoencoder on 1,030 things drawn by five hands, embedded in the package.
+    """A small masked autoencoder on 1,030 objects drawn in five styles, embedded in the package.
 
     Command: anechoic train pocket_mae_emoji --out runs/emoji
-    Cost: 96,000 samples, three minutes of one processor core (540 samples a second, measured).
-    Expect: held-out loss 0.457; of drawings by another hand, the mean token's nearest is the same thing in 9.0 %,
-    whitened 13.1 %, the class token's in 7.4 %; its residual twin 0.453, 9.8, 12.1 and 5.9 % (measured, 18 seeds).
+    Cost: 96,000 samples, three minutes on one CPU core (540 samples a second, measured).
+    Expect: held-out loss 0.457; the mean token's nearest drawing in another style is the same object in 9.0 %,
+    whitened 13.1 %, the class token's in 7.4 %; its residual baseline 0.453, 9.8, 12.1 and 5.9 % (measured, 18 seeds).
     """
     return Config(
         data=DataConfig(source="emoji", image_size=48, scale=(0.5, 1.0), holdout=256),

@@ -14,7 +14,7 @@ def resnet18_cifar() -> Config:
     """ResNet-18 with decayed shortcuts, trained with labels on 32-pixel images.
 
     Command: anechoic train resnet18_cifar --data.source cifar10/train --model.options num_classes=10 --out runs/resnet
-    Cost: 100 epochs of 50,000 images; an accelerator.
+    Cost: 100 epochs of 50,000 images; a GPU.
     Expect: 94.4 % with decay against 93.6 % without (the paper's; its data set is not named and fits CIFAR-10).
     """
     return Config(
@@ -37,7 +37,7 @@ def resnet18_cifar_residual() -> Config:
 
 
 def pocket_resnet_scenes() -> Config:
-    """A narrow ResNet of 8 blocks on procedural scenes, embedded in the package, for two processor cores.
+    """A narrow ResNet of 8 blocks on procedural scenes, embedded in the package, for two CPU cores.
 
     Command: anechoic train pocket_resnet_scenes --out runs/resnet-scenes
     Cost: 15 minutes on one core shared with other work (measured).

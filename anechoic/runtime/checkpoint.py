@@ -1,9 +1,8 @@
-"""The tensors of a run on disk: written whole or not at all, checked when read, and loaded as a model again.
+"""Checkpoints and model directories: written atomically, verified by checksums, loaded as a model.
 
-A checkpoint is a directory of safetensors files (model, optimizer, and ema if the run averages weights), `config.json`
-(which network this is and how its images are prepared) and `state.json` (progress, the checksum of every file, and its
-own). Of a run whose weights are shared out over processes the tensors are in parts instead (parts.py). It knows no
-training loop. Nothing here can run code when it is read.
+A checkpoint is a directory of safetensors files (model, optimizer, and ema if there is one), `config.json` (the model
+card) and `state.json` (progress, and the checksum of every file and its own). Sharded runs write shards instead
+(sharded_checkpoint.py). Nothing here can run code when it is read.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ WEIGHTS_CHECKSUM = "weights_sha256"
 
 
 class DamagedError(Exception):
-    """A checkpoint whose files are not what was written."""
+    """The files of a checkpoint are not what was written."""
 
 
 # ---- writing
@@ -55,8 +54,8 @@ def path_of(folder: Path, seen: int) -> Path:
     return folder / f"{seen:012d}"
 
 
-def in_parts(path: Path) -> bool:
-    """Whether a checkpoint was written by several processes, each what it held."""
+def has_shards(path: Path) -> bool:
+    """Return whether a checkpoint was written by several ranks, each its shards."""
     return any(path.glob("shard-*.safetensors"))
 
 
@@ -70,7 +69,7 @@ def model_card(model: Network, preprocess: Preprocess) -> dict[str, Any]:
 def save(
     folder: Path, *, seen: int, tensors: Mapping[str, Mapping[str, Tensor]], card: Mapping[str, Any], state: Mapping
 ) -> Path:
-    """Write the checkpoint `folder/SEEN`. tensors: file name without suffix -> its tensors. OSError if it fails."""
+    """Write and return the checkpoint `folder/SEEN`. tensors: by file name without suffix. OSError if it fails."""
     final = path_of(folder, seen)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -97,10 +96,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def prune(folder: Path, *, keep_last: int, keep_every: int = 0, spacing: int = 1) -> None:
-    """Delete all but the newest keep_last good checkpoints and the first one from each multiple of keep_every on.
+    """Delete all but the newest keep_last good checkpoints and the first one after each multiple of keep_every.
 
-    keep_every 0 keeps none of those. spacing: the samples between two checkpoints. A damaged checkpoint does not count
-    as one of the newest, so it never costs a good one.
+    keep_every 0: only the newest. spacing: the samples between two checkpoints. Damaged ones do not count as newest.
     """
     good = 0
     for path in reversed(checkpoints(folder)):
@@ -114,12 +112,12 @@ def prune(folder: Path, *, keep_last: int, keep_every: int = 0, spacing: int = 1
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
+    """Return complete checkpoints, oldest first."""
     return sorted(path for path in folder.glob("[0-9]*") if path.is_dir() and path.name.isdecimal())
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """The checkpoint's state, after comparing it with its name and its checksum, and every file with its own."""
+    """Return the checkpoint's state; DamagedError unless its name and all checksums are right."""
     try:
         state = unsealed(json.loads((path / "state.json").read_text()))
         if state["seen"] != int(path.name):
@@ -145,7 +143,7 @@ def is_good(path: Path) -> bool:
 
 
 def latest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The newest good checkpoint and its state; None if there is none at all. Damaged ones are passed over."""
+    """Return the newest good checkpoint and its state; None if there is no checkpoint at all."""
     found = checkpoints(folder)
     for path in reversed(found):
         try:
@@ -158,11 +156,11 @@ def latest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def read_tensors(path: Path, name: str) -> dict[str, Tensor]:
-    """Of model, optimizer or ema, whole."""
-    if in_parts(path):
-        from anechoic.runtime.sharded_checkpoint import read_whole
+    """Return the unsharded tensors of model, optimizer or ema."""
+    if has_shards(path):
+        from anechoic.runtime.sharded_checkpoint import read_full
 
-        return read_whole(path, name)
+        return read_full(path, name)
     file = path / f"{name}.safetensors"
     if not file.is_file():
         raise FileNotFoundError(f"{file.name} is missing")
@@ -173,7 +171,7 @@ def read_tensors(path: Path, name: str) -> dict[str, Tensor]:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """{"blocks.0.norm1.weight/exp_avg": ..., ...}; groups and rates are functions of config and progress."""
+    """Return {"blocks.0.norm1.weight/exp_avg": ..., ...}; groups and learning rates follow from config and progress."""
     return {
         f"{name}/{key}": value
         for group in optimizer.param_groups
@@ -186,13 +184,13 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Te
     parameters = _parameters(optimizer)
     for full_name, value in tensors.items():
         name, key = full_name.rsplit("/", 1)
-        # The step count, one number, stays where a fused optimizer wants it: with its parameter.
+        # A fused optimizer keeps the step count on the parameter's device.
         value = value.reshape(()) if key == "step" else value
         optimizer.state[parameters[name]][key] = distribute(value, parameters[name])
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
-    """Give it zeros under these names, to be filled by whoever reads a checkpoint in parts."""
+    """Fill the state with zeros under these names, into which a sharded checkpoint is read."""
     parameters = _parameters(optimizer)
     for full_name in names:
         name, key = full_name.rsplit("/", 1)
@@ -214,7 +212,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def export_weights(run: str | Path) -> Path:
-    """Write `RUN/model` from the run's newest good checkpoint, the averaged weights if it keeps them; returns it."""
+    """Write and return `RUN/model` from the run's newest good checkpoint; the EMA if it has one."""
     run = Path(run)
     found = latest(run / "checkpoints")
     if found is None:
@@ -223,7 +221,7 @@ def export_weights(run: str | Path) -> Path:
 
 
 def write_model(path: Path, tensors: Mapping[str, Tensor], card: Mapping[str, Any]) -> Path:
-    """A model directory: model.safetensors and config.json with its checksum, replaced as a whole."""
+    """Write a model directory atomically: model.safetensors, and config.json with its checksum."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with write_aside(path, folder=True) as temporary:
         write_tensors(temporary / "model.safetensors", tensors)
@@ -232,10 +230,10 @@ def write_model(path: Path, tensors: Mapping[str, Tensor], card: Mapping[str, An
 
 
 def _weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The weights to use and the card of a model directory or checkpoint."""
+    """Return the weights (the EMA if there is one) and the card of a model directory or checkpoint."""
     card = read_table(path / "config.json")
     try:
-        name = "ema" if _has_averages(path) else "model"
+        name = "ema" if _has_ema(path) else "model"
         expected = card.pop(WEIGHTS_CHECKSUM, None)
         if expected is not None and checksum(path / f"{name}.safetensors") != expected:
             raise UserError(
@@ -247,8 +245,8 @@ def _weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise UserError(f"{path} holds no readable weights ({reason(problem)}).") from problem
 
 
-def _has_averages(path: Path) -> bool:
-    if in_parts(path):
+def _has_ema(path: Path) -> bool:
+    if has_shards(path):
         from anechoic.runtime.sharded_checkpoint import sizes
 
         return any(name.startswith("ema/") for name in sizes(path))
@@ -256,13 +254,13 @@ def _has_averages(path: Path) -> bool:
 
 
 def model_directory(path: str | Path) -> Path:
-    """Where the weights are: the directory itself, a finished run's `model`, or a run's newest good checkpoint."""
+    """Return where the weights are: the path itself, a finished run's `model`, or the newest good checkpoint."""
     path = Path(path)
     if not path.is_dir():
         raise UserError(f"There is no run or model directory {path}{hint(path)}")
-    if (path / "model.safetensors").exists() or in_parts(path):
+    if (path / "model.safetensors").exists() or has_shards(path):
         return path
-    # A run that goes on after its weights were exported has newer ones.
+    # A run that resumed after its weights were exported has newer ones.
     finished = (path / "results.json").exists() or not checkpoints(path / "checkpoints")
     if finished and (path / "model").is_dir():
         return path / "model"
@@ -276,21 +274,21 @@ def model_directory(path: str | Path) -> Path:
 
 
 def is_model(path: str | Path) -> bool:
-    """Whether weights are to be had here, by the names of its files."""
+    """Return whether the names of its files are those of a run, model or checkpoint."""
     path = Path(path)
     return any((path / name).exists() for name in ("model.safetensors", "ema.safetensors", "model", "checkpoints"))
 
 
 def hint(path: Path) -> str:
-    """The end of a sentence about a run that does not exist: the nearest ones that do."""
+    """Return the end of a message about a run that does not exist: the nearest existing names."""
     near = sorted(str(item) for item in path.parent.iterdir() if is_model(item)) if path.parent.is_dir() else []
     return f"; {nearest_name(str(path), near)}" if near else "."
 
 
 def load(path: str | Path) -> Any:
-    """The model of a run, model or checkpoint directory, in eval mode, with `.config` and `.preprocess`.
+    """Return the model of a run, model or checkpoint directory in eval mode, with `.config` and `.preprocess`.
 
-    Of a run that averages its weights, the averaged ones.
+    The weights are the EMA if there is one.
     """
     tensors, card = _weights(model_directory(path))
     return network_of(card, tensors, where=str(path))
@@ -300,8 +298,8 @@ def load(path: str | Path) -> Any:
 def start_from(model: Any, path: str | Path) -> None:
     """Copy the weights of a run, model or checkpoint directory into a new model of the same architecture.
 
-    A vision transformer also takes a masked autoencoder's encoder; its head and norms may be new, and learned positions
-    start at the encoder's fixed ones.
+    A vision transformer also takes a masked autoencoder's encoder: head and norms may be new, and learned positions
+    start from fixed ones.
     """
     source: Any = load(path)
     into_vit = family_of(model.config) == "vit"
@@ -311,12 +309,12 @@ def start_from(model: Any, path: str | Path) -> None:
     if into_vit and model.config.positions == "learned" and "positions" not in weights:
         weights["positions"] = F.pad(source.positions * source.config.position_scale, (0, 0, 1, 0))
     own = model.state_dict()
-    strangers = [name for name in own.keys() ^ weights.keys() if not (into_vit and name.startswith(("head", "norm.")))]
-    strangers += [name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape]
+    misfits = [name for name in own.keys() ^ weights.keys() if not (into_vit and name.startswith(("head", "norm.")))]
+    misfits += [name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape]
     check_marks(model, weights)
-    if strangers:
+    if misfits:
         raise UserError(
-            f"The weights in {path} do not fit this network (they differ in {min(strangers)} and {len(strangers) - 1} "
+            f"The weights in {path} do not fit this network (they differ in {min(misfits)} and {len(misfits) - 1} "
             "more): give the run the same model and options."
         )
     model.load_state_dict(weights, strict=False)

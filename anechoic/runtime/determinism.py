@@ -1,7 +1,4 @@
-"""What a run asks of its process while it trains: deterministic kernels, threads of its own, memory that is kept.
-
-Everything is put back afterwards, but for memory kept. It knows nothing of training.
-"""
+"""Process settings of a training: deterministic kernels, number of threads, freed memory kept; restored afterwards."""
 
 from __future__ import annotations
 
@@ -17,10 +14,7 @@ import torch
 
 
 def keep_freed_memory() -> None:
-    """Ask the C library not to give memory back between two steps, where it can be asked (glibc).
-
-    A step frees and takes the same large tensors again; each time the kernel would have to clear and map their pages.
-    """
+    """Ask the C library (glibc) to keep freed memory: a step frees and allocates the same large tensors again."""
     if sys.platform != "linux":
         return
     mmap_threshold, trim_threshold, top_pad, never = -3, -1, -2, 2**31 - 1
@@ -34,12 +28,9 @@ def keep_freed_memory() -> None:
 
 
 def freeze_garbage() -> None:
-    """Have the garbage collector pass over all objects there are by now, until `reproducible` is left.
+    """Exempt all current objects from garbage collection until `reproducible` exits, unless the caller froze some.
 
-    If somebody has frozen objects already, it is theirs to say what is looked through.
-
-    Called after the first step: a step leaves few objects behind, and going through all the modules of the interpreter
-    for them took a twentieth of a small network's step.
+    Called after the first step. Scanning all modules took a twentieth of a small network's step.
     """
     if not gc.get_freeze_count():
         gc.collect()
@@ -48,10 +39,9 @@ def freeze_garbage() -> None:
 
 @contextmanager
 def reproducible(*, threads: int, compiled: bool = False) -> Iterator[None]:
-    """Deterministic kernels, the run's number of threads (sums depend on both), random numbers of its own.
+    """Use deterministic kernels, this number of threads (sums depend on both), and a forked random state.
 
-    compiled: tell torch's compiler too, which has to be imported for that (two seconds).
-    Afterwards all is as it was before, except that freed memory is kept.
+    compiled: set it for torch's compiler too, whose import takes two seconds.
     """
     frozen = gc.get_freeze_count()
     before = torch.get_num_threads(), torch.get_deterministic_debug_mode()
@@ -63,7 +53,7 @@ def reproducible(*, threads: int, compiled: bool = False) -> Iterator[None]:
     if compiled:
         torch.use_deterministic_algorithms(True, warn_only=True)
     torch.set_deterministic_debug_mode("warn")
-    deterministic.fill_uninitialized_memory = False  # costs time, and nothing here reads such memory
+    deterministic.fill_uninitialized_memory = False  # slow, and no code here reads such memory
     try:
         with torch.random.fork_rng(devices=[]):
             yield

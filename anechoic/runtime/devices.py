@@ -7,7 +7,7 @@ import torch
 from anechoic.errors import UserError
 
 
-def accelerators() -> int:
+def num_gpus() -> int:
     """Return the number of accelerators (GPU, MPS, XPU); 0 where torch was built for some and the machine has none."""
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
@@ -20,15 +20,15 @@ def own_device(index: int) -> torch.device:
     device = current_device()
     if device.type == "cpu":
         return device
-    index %= accelerators()
+    index %= num_gpus()
     torch.accelerator.set_device_index(index)
     return torch.device(device.type, index)
 
 
 def current_device() -> torch.device:
     """Return the current GPU; the CPU if there is none, whatever torch was built for."""
-    accelerator = torch.accelerator.current_accelerator() if accelerators() else None
-    return accelerator or torch.device("cpu")
+    gpu = torch.accelerator.current_accelerator() if num_gpus() else None
+    return gpu or torch.device("cpu")
 
 
 def pick_device(device: str) -> torch.device:
@@ -43,5 +43,5 @@ def pick_device(device: str) -> torch.device:
 
 def check_devices(devices: int) -> None:
     """Raise UserError for more ranks than GPUs, where there are some: each rank takes one."""
-    if 0 < (available := accelerators()) < devices:
+    if 0 < (available := num_gpus()) < devices:
         raise UserError(f"This machine has {available} GPUs, so devices cannot be {devices}: lower it.")

@@ -1,8 +1,6 @@
-"""Several processes by torch.distributed: starting them, who is who, what they agree on.
+"""Ranks by torch.distributed: launch them, broadcast, all-reduce, average gradients.
 
-Of other files only sharding.py and parts.py, which share weights out over them, know that library. It works alike when
-this package starts the processes itself, under torchrun or Slurm's equivalent, and with one process alone. It does not
-know what the processes compute.
+Works alike when this package launches the ranks, under torchrun or Slurm, and with a single process.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class World:
-    """This process among its peers and the device it computes on."""
+    """This process's rank, the world size, and its device."""
 
     rank: int
     size: int
@@ -55,18 +53,18 @@ class World:
 
 
 class RankFailedError(RuntimeError):
-    """A defect in one of the processes; the message holds its traceback."""
+    """A rank raised an unexpected exception; the message holds its traceback."""
 
 
 def under_launcher() -> bool:
-    """Whether this process was started as one of several: by us, by torchrun, by Slurm with these variables set."""
+    """Return whether a launcher (ours, torchrun, Slurm) started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def cores_and_processes() -> tuple[int, int]:
-    """Under a launcher: the processor cores that this process may use, and how many processes share them.
+    """Return the CPU cores that this rank may use, and the number of ranks that share them.
 
-    A launcher leaves each process one thread, so its threads do not tell. Slurm may have given every task its own.
+    A launcher sets one thread per rank, so the number of threads is no hint. Slurm may give every task its own cores.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     started_by_slurm = os.environ.get("SLURM_NTASKS") == os.environ["WORLD_SIZE"]
@@ -79,10 +77,10 @@ def cores_and_processes() -> tuple[int, int]:
 
 
 def launch(function: Callable[..., Result], *arguments: Any, devices: int) -> Result:
-    """Call function(*arguments) in `devices` processes of this machine and return what the first one returned.
+    """Call function(*arguments) on `devices` ranks of this machine and return the result of rank 0.
 
-    A UserError in the processes is raised here. SIGTERM and Ctrl-C are passed on, and the processes may take the time
-    they need to save; a second signal kills them. If one is killed, the others are ended and one sentence says so.
+    A UserError of a rank is raised here. SIGTERM and Ctrl-C are passed on, and ranks may take their time to save; a
+    second signal kills them. If one rank is killed, the others are terminated and UserError names it.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     variables = {
@@ -90,7 +88,7 @@ def launch(function: Callable[..., Result], *arguments: Any, devices: int) -> Re
         "LOCAL_WORLD_SIZE": str(devices),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is here, not in the first process
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is here, not in rank 0
     }
     asked = Asked()
     with noting_signals(asked):
@@ -113,7 +111,7 @@ def launch(function: Callable[..., Result], *arguments: Any, devices: int) -> Re
 
 
 class _Rank:
-    """One of the processes, seen from its launcher: (kind, value) once it has said how it ended, and when it did."""
+    """A rank as its launcher sees it. said: (kind, value) that it sent before it exited."""
 
     def __init__(self, rank: int, variables: dict[str, str], function: Callable, arguments: tuple) -> None:
         own = {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -126,7 +124,7 @@ class _Rank:
         mouth.close()
         self.said: tuple[str, Any] | None = None
         self.when = math.inf
-        self.killed_by = 0  # the signal that ended it, if it was not the launcher's
+        self.killed_by = 0  # the signal that killed it, unless the launcher sent it
 
     def listen(self) -> None:
         try:
@@ -134,7 +132,7 @@ class _Rank:
                 self.when, *said = pickle.loads(self.ear.recv_bytes())
                 self.said = tuple(said)
         except (EOFError, OSError):
-            pass  # it was killed before it could say anything
+            pass  # it was killed before it sent anything
 
     @property
     def failed(self) -> bool:
@@ -149,7 +147,7 @@ class _Rank:
 
 
 def _follow(ranks: list[_Rank], asked: Asked, *, grace: float = 1.0) -> None:
-    """Wait until all have ended, or one has failed and the others had a moment to say why they cannot go on."""
+    """Wait until all ranks have exited, or one has failed and the others had time to send their errors."""
     passed_on, deadline = 0, math.inf
     while any(rank.process.is_alive() for rank in ranks) and time.monotonic() < deadline:
         waiting: list[Any] = [rank.process.sentinel for rank in ranks if rank.process.is_alive()]
@@ -166,14 +164,14 @@ def _follow(ranks: list[_Rank], asked: Asked, *, grace: float = 1.0) -> None:
 
 
 def _outcome(ranks: list[_Rank]) -> tuple[str, Any]:
-    """What to tell the caller: a mistake, else a stop, else who was killed, else the first defect, else the result."""
+    """Return the outcome: a user error, else an interruption, a killed rank, the first exception, or the result."""
     said = [rank.said for rank in sorted(ranks, key=lambda rank: rank.when) if rank.said is not None]
     killed = [("killed", rank) for rank in ranks if rank.killed_by]
     for wanted in ("user error", "interrupted", "killed", "defect"):
         for found in (*said, *killed):
             if found[0] == wanted:
                 return found
-    return ranks[0].said or ("defect", "The first process ended without a word.")
+    return ranks[0].said or ("defect", "Rank 0 exited without a result.")
 
 
 def killed_sentence(rank: int, count: int, number: int) -> str:
@@ -181,16 +179,16 @@ def killed_sentence(rank: int, count: int, number: int) -> str:
     guess = {
         signal.SIGKILL: "the system does so when memory runs out",
         signal.SIGBUS: "shared memory, /dev/shm, is too small",
-    }.get(signal.Signals(number), "a fault in a compiled library, most likely")
+    }.get(signal.Signals(number), "most likely a crash in a compiled library")
     return (
-        f"Process {rank} of the {count} that trained was ended by {name} ({guess}): give the same "
-        "command again, which goes on from the last checkpoint."
+        f"Rank {rank} of {count} was ended by {name} ({guess}): run the same command again to resume from the last "
+        "checkpoint."
     )
 
 
 @contextmanager
 def ignoring_interrupts() -> Iterator[None]:
-    """A process started meanwhile ignores Ctrl-C from its first instruction on."""
+    """While open, started processes ignore Ctrl-C from the beginning."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -209,9 +207,9 @@ def _worker(
     function: Callable[..., Any],
     arguments: tuple,
 ) -> None:
-    """Runs in each process; what the caller should hear of travels back as a value, so that no traceback is printed."""
+    """Run a rank and send its outcome back as a value, so that it prints no traceback."""
     end_with(launcher)
-    multiprocessing.set_start_method(start_method, force=True)  # of workers, as in a process that was not spawned
+    multiprocessing.set_start_method(start_method, force=True)  # of data workers, as in the launcher
     os.environ.update(variables)
 
     def say(kind: str, value: Any) -> NoReturn:
@@ -224,20 +222,20 @@ def _worker(
         say("user error", str(problem))
     except InterruptedRun as problem:
         say("interrupted", problem.signal_number)
-    except Exception:  # raised again by the launcher: once, and not by every process that missed its peer
+    except Exception:  # raised again by the launcher, once instead of by every rank
         say("defect", traceback.format_exc())
 
 
 @contextmanager
 def join() -> Iterator[World]:
-    """Find this process's rank; while open, the processes can talk to each other. Inside another it is that one."""
+    """Join the process group while open; inside another `join`, use that one."""
     if not under_launcher():
         yield World(0, 1, own_device(0))
         return
     if dist.is_initialized():
         yield World(dist.get_rank(), dist.get_world_size(), own_device(int(os.environ.get("LOCAL_RANK", 0))))
         return
-    if not multiprocessing.parent_process():  # torchrun started it; our own launcher has told it whose child it is
+    if not multiprocessing.parent_process():  # started by torchrun; our launcher passes its process id
         end_with(os.getppid())
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = own_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -247,7 +245,7 @@ def join() -> Iterator[World]:
     except (UserError, InterruptedRun):
         dist.destroy_process_group()
         raise
-    # After a defect the group stays: peers that wait are not woken, and so do not complain, before the cause is told.
+    # After an unexpected exception the group stays: waiting ranks would fail and report before the cause is reported.
     dist.destroy_process_group()
 
 
@@ -255,7 +253,7 @@ def join() -> Iterator[World]:
 
 
 def broadcast(world: World, function: Callable[[], Result]) -> Result:
-    """What function() returns in the first process, in all of them; its UserError is raised in all of them."""
+    """Return on all ranks what function() returns on rank 0; its UserError is raised on all ranks."""
     if world.size == 1:
         return function()
     box: list[Any] = [None, None]
@@ -271,7 +269,7 @@ def broadcast(world: World, function: Callable[[], Result]) -> Result:
 
 
 def barrier(world: World) -> None:
-    """Return once every process has come here."""
+    """Wait for all ranks."""
     if world.size > 1:
         dist.barrier()
 
@@ -284,7 +282,7 @@ def all_reduce_sum(world: World, values: Tensor) -> Tensor:
 
 
 def parallel(world: World, module: nn.Module) -> nn.Module:
-    """The module whose gradients are those of all processes together, once `average_gradients` was called on it."""
+    """Return the module whose gradients are means over ranks once `average_gradients` was called on it."""
     if world.size == 1:
         return module
     if world.device.type == "cpu" and on_one_machine():
@@ -296,23 +294,23 @@ def parallel(world: World, module: nn.Module) -> nn.Module:
 
 
 def average_gradients(module: nn.Module) -> None:
-    """To be called after the backward pass of a whole batch."""
+    """Average over ranks, after the backward pass of a whole batch."""
     if isinstance(module, SharedGradients):
         module.average()
 
 
 def without_averaging(module: nn.Module, *, active: bool) -> AbstractContextManager:
-    """While open (and active), gradients stay local: all but the last part of an accumulated batch."""
+    """Keep gradients local while open (and active): for all but the last micro-batch."""
     return module.no_sync() if active and isinstance(module, DistributedDataParallel) else nullcontext()
 
 
 def with_buckets(world: World, module: nn.Module) -> DistributedDataParallel:
-    """Gradients averaged over a network, during the backward pass.
+    """Return DDP, which averages gradients during the backward pass.
 
-    Looking for unused parameters keeps the gradients' buckets as they are; otherwise they would be arranged anew after
-    the first update, and a resumed run would sum in another order than the run it goes on with.
+    find_unused_parameters keeps the gradients' buckets; otherwise DDP rearranges them after the first update, and a
+    resumed run would sum in another order.
     """
-    # Both are remarks on speed: that no parameter was unused, and that a token's gradient has its own strides.
+    # Both warnings are about speed.
     warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified", category=UserWarning)
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view", category=UserWarning)
     ids = None if world.device.type == "cpu" else [world.device.index]
@@ -324,16 +322,16 @@ def on_one_machine() -> bool:
 
 
 class SharedGradients(nn.Module):
-    """Processes of one machine average gradients through memory they share: one copy in, one sum out.
+    """Average the gradients of ranks on one machine through shared memory: one copy in, one sum out.
 
-    Sums are made in the order of ranks, so every process gets the same bits. All start from the first one's weights.
+    Sums are in the order of ranks, so every rank gets the same bits. All ranks start with the weights of rank 0.
     """
 
     def __init__(self, world: World, module: nn.Module, memory: Tensor) -> None:
         super().__init__()
         self.module, self.rank = module, world.rank
         self.trained = [p for p in module.parameters() if p.requires_grad]
-        # Behind the gradients a flag for each: whether this process had one.
+        # Behind the gradients, a flag for each: whether this rank has one.
         sizes = [p.numel() for p in self.trained]
         self.length = sum(sizes)
         self.slots = memory.view(world.size, -1)
@@ -362,7 +360,7 @@ class SharedGradients(nn.Module):
         torch.add(self.slots[0], self.slots[1], out=self.mean)
         for slot in self.slots[2:]:
             self.mean.add_(slot)
-        dist.barrier()  # all have read before anybody writes again
+        dist.barrier()  # all have read before any rank writes again
         anywhere = self.mean[self.length :].tolist()
         self.mean.mul_(1 / len(self.slots))
         for parameter, mean, flag in zip(self.trained, self.means, anywhere, strict=True):
@@ -370,9 +368,9 @@ class SharedGradients(nn.Module):
 
 
 def shared_memory(world: World, size: int) -> Tensor | None:
-    """world_size * size zeros that all processes of this machine see, freed with the last of them.
+    """Return world_size * size zeros that all ranks of this machine share; None, with a warning, if they do not fit.
 
-    None, with a warning, if there is no room: containers often have 64 MB, and touching more would end the process.
+    Containers often have 64 MB, and touching more would kill the process.
     """
 
     holding = ExitStack()
@@ -384,7 +382,7 @@ def shared_memory(world: World, size: int) -> Tensor | None:
         except OSError as problem:
             holding.close()
             log.warning(
-                "Shared memory has no room for the gradients, %d MB (%s): they are averaged over the local network, "
+                "Shared memory is too small for the gradients, %d MB (%s): they are averaged over the local network, "
                 "which is slower. A larger /dev/shm helps (docker run --shm-size).",
                 4 * world.size * size >> 20,
                 problem.strerror,
@@ -403,9 +401,9 @@ def shared_memory(world: World, size: int) -> Tensor | None:
 
 @contextmanager
 def nameless_file() -> Iterator[tuple[int, str]]:
-    """A file in shared memory: its descriptor, and a path by which other processes reach it while this is open.
+    """Open a file in shared memory; yield its descriptor and a path for other processes while this is open.
 
-    Where the system can it has no name of its own, so that a process killed in between leaves nothing behind.
+    Where the system allows it, it has no name, so that a killed process leaves no file.
     """
     folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
     if folder is not None and hasattr(os, "O_TMPFILE"):
@@ -422,7 +420,7 @@ def nameless_file() -> Iterator[tuple[int, str]]:
 
 
 def shared_room() -> float:
-    """Bytes free in /dev/shm, through which workers hand over images; infinite where there is no such world."""
+    """Return the free bytes of /dev/shm, through which workers send images; infinity where there is none."""
     try:
         return shutil.disk_usage("/dev/shm").free
     except OSError:

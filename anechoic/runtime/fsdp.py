@@ -1,7 +1,6 @@
-"""Weights, gradients and optimizer shared out over processes by FSDP2: each holds some rows of every tensor.
+"""FSDP2: weights, gradients and optimizer state sharded over ranks, each with some rows of every tensor.
 
-It wraps a module, and says of a tensor what this process holds of it and what all hold together. How such tensors are
-kept on disk is parts.py's. FSDP2 is imported when it is used: that takes a second.
+sharded_checkpoint.py saves them. FSDP2 is imported when used: that takes a second.
 """
 
 from __future__ import annotations
@@ -22,16 +21,15 @@ BLOCKS = (Block, ModulatedBlock)
 
 
 def shard(world: World, module: nn.Module, *, dtype: torch.dtype) -> nn.Module:
-    """The module, in place: a block's weights are whole only while it computes, all others while the module does.
+    """Shard the module in place: a block's weights are gathered while it computes, all others while the module does.
 
-    All processes must have the same weights. dtype: in which weights travel and meet activations, on accelerators (on
-    processors a norm wants weights as precise as its input); gradients are summed in float32, and what else is computed
-    in which precision is autocast's business.
+    All ranks must have the same weights. dtype: of gathered weights on a GPU (on a CPU a norm needs weights as precise
+    as its input). Gradients are summed in float32.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    # It warns of what nobody does here: changing a block's output in place.
+    # The warning is about changing a block's output in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
     mesh = init_device_mesh(world.device.type, (world.size,))
     rounded = dtype != torch.float32 and world.device.type != "cpu"
@@ -45,22 +43,22 @@ def shard(world: World, module: nn.Module, *, dtype: torch.dtype) -> nn.Module:
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    library = sys.modules.get("torch.distributed.tensor")  # where nobody imported it there are none
+    library = sys.modules.get("torch.distributed.tensor")  # not imported: no such tensors
     return library is not None and isinstance(tensor, library.DTensor)
 
 
 def local(tensor: Any) -> Tensor:
-    """What this process holds: its rows, in the same memory, or all of an ordinary tensor."""
+    """Return this rank's rows, in the same memory; all of an ordinary tensor."""
     return tensor.to_local() if is_distributed(tensor) else tensor
 
 
 def full_tensor(tensor: Any) -> Tensor:
-    """All rows, in every process; all must ask at the same time."""
+    """Return all rows on every rank; a collective call."""
     return tensor.full_tensor() if is_distributed(tensor) else tensor
 
 
 def distribute(value: Tensor, like: Any) -> Tensor:
-    """A whole value kept as `like` is: on its device, and shared out if that is, without any message."""
+    """Return a full value on the device of `like` and sharded as it is, without communication."""
     value = value.to(like.device)
     if not is_distributed(like) or value.shape != like.shape:
         return value
@@ -70,7 +68,7 @@ def distribute(value: Tensor, like: Any) -> Tensor:
 
 
 def gather_to_rank_zero(world: World, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All of them whole in the first process, one after the other; nothing in the others."""
+    """Return all tensors unsharded on rank 0, nothing on other ranks; a collective call."""
     found = {}
     for name, tensor in tensors.items():
         value = full_tensor(tensor.detach())

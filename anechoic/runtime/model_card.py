@@ -1,6 +1,6 @@
-"""The network of a model directory, from what its config.json says and the tensors beside it; both may be damaged.
+"""Build the network that a model directory's config.json describes; card and tensors may be corrupted or malicious.
 
-Everything is compared before room is made for it: types, sizes, names and shapes. Files are read in checkpoint.py.
+Types, sizes, names and shapes are checked before memory is allocated. checkpoint.py reads the files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from anechoic.models.network import Network, NetworkConfig, check_marks
 from anechoic.storage.safe_io import of_kind
 
 FORMAT = "anechoic/1"
-# Whose folder it is -> what its config.json has.
+# Library -> a key of its config.json.
 FOREIGN = {"timm": "pretrained_cfg", "transformers": "model_type", "diffusers": "_diffusers_version"}
 
 
@@ -47,19 +47,19 @@ def config_of(card: Any, *, where: str) -> NetworkConfig:
         library = next((name for name, mark in FOREIGN.items() if isinstance(card, dict) and mark in card), None)
         if library is not None:
             raise UserError(
-                f"{where} is written for {library}, which opens it: load the run it was exported from (of a hub-folder "
-                f"the folder `anechoic` in it), or take it over with anechoic import {where} --out models/new."
+                f"{where} is written for {library}: load the run it was exported from (of a hub-folder the folder "
+                f"`anechoic` in it), or import it with anechoic import {where} --out models/new."
             )
         raise UserError(f"{where} has the format {found!r:.60}; this version reads {FORMAT!r}.")
     return from_json(of_kind(card, "config", dict, where=where))
 
 
 def check_preprocess(values: Mapping[str, Any], config: NetworkConfig, *, where: str) -> Preprocess:
-    """How the network's images are prepared; UserError if that does not fit it."""
+    """Return the preprocessing; UserError if it does not fit the network."""
     channels, size = (of_kind(values, name, int, where=where) for name in ("channels", "image_size"))
     if channels != config.in_channels or not 1 <= size <= 1 << 16:
         raise UserError(
-            f"{where} says channels = {channels}, image_size = {size}; its network has {config.in_channels} channels."
+            f"{where} has channels = {channels}, image_size = {size}; its network has {config.in_channels} channels."
         )
     return Preprocess.from_json(values)
 

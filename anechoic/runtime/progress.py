@@ -1,7 +1,4 @@
-"""What a person sees while a run goes on: a bar on a terminal, a line now and then elsewhere, TensorBoard if asked.
-
-It computes nothing; metrics.jsonl is the record.
-"""
+"""Progress of a run: a bar on a terminal, a line per validation elsewhere, TensorBoard on request."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from anechoic.runtime.run import VALIDATION
 
 
 class Progress:
-    """Shows samples seen of the budget, images per second, the time left and the latest loss."""
+    """Show samples seen, images per second, the time left and the latest loss."""
 
     def __init__(self, *, samples: int, seen: int, shown: bool, tensorboard: Path | None = None) -> None:
         # disable=None: no bar where there is no terminal.
@@ -36,7 +33,7 @@ class Progress:
         self.bar.update(samples)
 
     def record(self, record: dict[str, Any]) -> None:
-        """A line of metrics.jsonl: its numbers go to TensorBoard; without a bar, looks at held-out data are printed."""
+        """Send a line of metrics.jsonl to TensorBoard; without a bar, print validations."""
         if self.writer is not None:
             for name, value in scalars(record).items():
                 self.writer.add_scalar(name, value, record["seen"])
@@ -50,7 +47,7 @@ class Progress:
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """{"validation/loss": 0.7, "validation/rank/3": 12.5, ...}: a list becomes one curve per place."""
+    """{"validation/loss": 0.7, "validation/rank/3": 12.5, ...}: a list becomes one curve per index."""
     flat: dict[str, float] = {}
     for name, value in record.items():
         if isinstance(value, list):

@@ -1,7 +1,7 @@
-"""A run directory: config.json, metrics.jsonl, env.json, results.json, and the lock that keeps a second process out.
+"""A run directory: config.json, metrics.jsonl, env.json, results.json, and a lock against a second process.
 
-env.json carries its own checksum, a copy of the config, and the checksums of the files that end a run, so that
-damage is noticed. No torch here, so that pages can read a run without it; tensors are checkpoint.py's.
+env.json holds its own checksum, a copy of the config, and the checksums of a finished run's files. No torch here, so
+that pages can read a run without it; checkpoint.py has the tensors.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from anechoic.storage.safe_io import read_table
 
 log = logging.getLogger("anechoic")
 
-# Fields of a metrics line that depend on the clock; everything else is reproduced bit for bit.
+# Fields of a metrics line that depend on the clock; all others are reproduced bit for bit.
 CLOCK_FIELDS = ("seconds", "images_per_second")
 # Kinds of a metrics line measured on held-out samples: of this version and of earlier ones.
 VALIDATION = ("validation", "monitor", "watch")
 # Seconds to wait for a run directory's lock before it counts as taken.
 PATIENCE = 5.0
-# What a finished run must still have, unchanged, to be called finished.
+# Files that a finished run must still have, unchanged.
 RESULT_FILES = ("results.json", "metrics.jsonl", "model/config.json", "model/model.safetensors")
 
 
@@ -59,18 +59,18 @@ def _is_list(value: Any) -> bool:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The complete records of a run directory's metrics.jsonl; a last line that was cut off is left out."""
+    """Return the complete records of a run directory's metrics.jsonl; an incomplete last line is skipped."""
     return [record for record, _ in _records(path / "metrics.jsonl")]
 
 
 def last_seen(path: Path) -> int:
-    """Samples seen by a run directory's last record."""
+    """Return the samples seen by a run directory's last record."""
     records = read_metrics(path)
     return int(records[-1]["seen"]) if records else 0
 
 
 def _records(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Each complete record and the length of the file up to its end."""
+    """Yield each complete record and the length of the file up to its end."""
     length = 0
     try:
         lines = path.read_bytes().splitlines(keepends=True)
@@ -100,9 +100,9 @@ def _record(line: bytes, number: int, path: Path) -> dict[str, Any]:
 
 
 def read_frozen_config(path: Path) -> dict[str, Any] | None:
-    """The frozen config of a run directory, or None if it has no run yet.
+    """Return the frozen config of a run directory, or None if it has no run yet.
 
-    A missing or unreadable config.json is taken from its copy in env.json; one that says something else is refused.
+    A missing or unreadable config.json is replaced by its copy in env.json; a different one is refused.
     """
     copy = read_environment(path).get("config")
     file = path / "config.json"
@@ -125,7 +125,7 @@ def read_frozen_config(path: Path) -> dict[str, Any] | None:
 
 
 def read_environment(path: Path) -> dict[str, Any]:
-    """env.json, or nothing if it is missing or damaged: no result depends on it."""
+    """Return env.json; empty if it is missing or damaged, because no result depends on it."""
     file = path / "env.json"
     if not file.exists():
         return {}
@@ -136,7 +136,7 @@ def read_environment(path: Path) -> dict[str, Any]:
 
 
 def holder(path: Path) -> int | None:
-    """The process of this machine that owns the run directory now; None if there is none, or it runs elsewhere."""
+    """Return the process of this machine that owns the run directory; None if there is none here."""
     lock = FileLock(path / ".lock", timeout=0, thread_local=False)
     try:
         with lock:
@@ -156,7 +156,7 @@ def holder(path: Path) -> int | None:
 
 
 class Run:
-    """A run directory that this process owns while the object is open; the system frees the lock of a dead process."""
+    """A run directory that this process owns while the object is open; a dead process's lock is free."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -180,15 +180,15 @@ class Run:
 
     def close(self) -> None:
         if self._lock.is_locked:
-            self._sweep()  # what a disk that was read-only for a while did not let go
-            with contextlib.suppress(OSError):  # it is only a note, and the disk may be full or read-only by now
+            self._sweep()
+            with contextlib.suppress(OSError):  # the disk may be full or read-only by now
                 (self.path / ".owner").unlink()
         self._lock.release()
 
     def _sweep(self) -> None:
-        """Nobody else writes here while this process has the lock, so half-written files are nobody's."""
+        """Delete half-written files: no other process writes here while this one has the lock."""
         for folder in (self.path, self.checkpoints):
-            with contextlib.suppress(OSError):  # a disk that refuses: next time
+            with contextlib.suppress(OSError):  # a read-only disk: next time
                 sweep_leftovers(folder)
 
     def __enter__(self) -> Run:
@@ -202,14 +202,13 @@ class Run:
         return self.path / "checkpoints"
 
     def read_config(self) -> dict[str, Any] | None:
-        """The frozen config, or None if this directory has no run yet."""
         return read_frozen_config(self.path)
 
     def start(self, config: dict[str, Any]) -> None:
-        """Freeze the config (once) and note when, where and how this process started."""
+        """Freeze the config (once) and record when, where and how this process started."""
         before = read_environment(self.path)
         if not before and (self.path / "env.json").exists():
-            log.warning("%s is damaged; a new one is begun.", self.path / "env.json")
+            log.warning("%s is damaged; a new one is started.", self.path / "env.json")
         now = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "host": socket.gethostname(), "command": sys.argv}
         try:
             frozen = read_frozen_config(self.path) or config
@@ -224,23 +223,23 @@ class Run:
             ) from problem
 
     def _note(self, **fields: Any) -> None:
-        """env.json with these fields replaced."""
+        """Write env.json with these fields replaced."""
         environment = {"machine": machine(), "commit": commit(), **read_environment(self.path), **fields}
         write_json(self.path / "env.json", sealed(environment))
 
     # ---- metrics
 
     def append(self, record: dict[str, Any]) -> None:
-        """One more line of metrics.jsonl; if the disk refuses, it waits in memory for the next one."""
+        """Append a line to metrics.jsonl; if the disk refuses, keep it in memory for the next flush."""
         self._pending += json.dumps(record).encode() + b"\n"
         self._digests.append(_digest(record))
         try:
             self.flush()
         except OSError as problem:
-            log.warning("metrics.jsonl cannot be written now (%s); the run goes on and will try again.", problem)
+            log.warning("metrics.jsonl cannot be written now (%s); the run continues and will try again.", problem)
 
     def flush(self) -> None:
-        """Write the lines that wait, and force them onto the disk; OSError if it refuses."""
+        """Write pending lines and sync them to the disk; OSError if it refuses."""
         path = self.path / "metrics.jsonl"
         new = not path.exists()
         with open(path, "ab") as file:
@@ -255,13 +254,13 @@ class Run:
 
     @property
     def metrics_digest(self) -> str:
-        """Of every record so far, times aside: equal for runs that computed the same."""
+        """Return a digest of every record so far, without times: equal for runs that computed the same."""
         return digest_of(self._digests)
 
     def rewind(self, seen: int | None, *, digest: str | None = None) -> None:
-        """Forget the records after `seen` (None: all): a run that goes on from a checkpoint writes them again.
+        """Delete the records after `seen` (None: all): a run that resumes from a checkpoint writes them again.
 
-        digest: what `metrics_digest` was then. If the records are others, the file was damaged.
+        digest: `metrics_digest` at that point; other records mean that the file is damaged.
         """
         path = self.path / "metrics.jsonl"
         kept: list[tuple[dict[str, Any], int]] = []
@@ -273,7 +272,7 @@ class Run:
         except UserError:
             if digest is None or digest_of([_digest(record) for record, _ in kept]) != digest:
                 raise
-            # What is damaged comes after `seen`, and is written again.
+            # The damaged records come after `seen` and are written again.
         self._digests = [_digest(record) for record, _ in kept]
         if digest is not None and self.metrics_digest != digest:
             raise UserError(
@@ -285,20 +284,15 @@ class Run:
             os.truncate(path, self._length)
 
     def list_skipped(self, skipped: Sequence[tuple[str, str]]) -> None:
-        """skipped.json: the name and the reason of every image that could not be read, if there are new ones.
-
-        Those that an earlier process of this run listed stay.
-        """
+        """Add new unreadable images, with their reasons, to skipped.json."""
         if len(skipped) > self._skipped:
             listed = dict.fromkeys([*self._listed_before(), *skipped])
-            log.warning(
-                "%d images could not be read and are left out; skipped.json in the run lists them.", len(listed)
-            )
+            log.warning("%d images could not be read and are skipped; skipped.json in the run lists them.", len(listed))
             self._skipped = len(skipped)
             try:
                 write_json(self.path / "skipped.json", [{"name": name, "reason": reason} for name, reason in listed])
             except OSError as problem:
-                log.warning("skipped.json cannot be written now (%s); the run goes on.", problem)
+                log.warning("skipped.json cannot be written now (%s); the run continues.", problem)
 
     def _listed_before(self) -> list[tuple[str, str]]:
         path = self.path / "skipped.json"
@@ -307,25 +301,25 @@ class Run:
         try:
             return [(str(item["name"]), str(item["reason"])) for item in read_json(path)]
         except (UserError, TypeError, KeyError):
-            log.warning("%s is damaged; a new one is begun.", path)
+            log.warning("%s is damaged; a new one is started.", path)
             return []
 
     # ---- the end
 
     def finish(self, results: dict[str, Any]) -> None:
-        """results.json; env.json then knows the checksum of everything that makes a run finished."""
+        """Write results.json, and the checksums of a finished run's files to env.json."""
         write_json(self.path / "results.json", results)
         present = [name for name in RESULT_FILES if (self.path / name).is_file()]
         self._note(files={name: checksum(self.path / name) for name in present})
 
     @property
     def results(self) -> dict[str, Any] | None:
-        """What the run ended with, or None if it has not ended."""
+        """results.json, or None if the run is not finished."""
         path = self.path / "results.json"
         return read_table(path) if path.exists() else None
 
     def damage(self) -> str | None:
-        """Why a run that has ended is not whole any more; None if it is."""
+        """Return how a finished run is damaged; None if it is intact."""
         if not _readable(self.path / "results.json"):
             return "results.json cannot be read"
         files = read_environment(self.path).get("files") or dict.fromkeys(RESULT_FILES)

@@ -1,7 +1,7 @@
-"""A checkpoint in parts, by torch.distributed.checkpoint: every process writes what it holds, while training goes on.
+"""Sharded checkpoints, by torch.distributed.checkpoint: every rank writes its shards while training continues.
 
-The parts are safetensors files that say which rows they hold, so nothing here can run code when it is read, and any
-number of processes can read what any other number wrote. When a checkpoint counts is checkpoint.py's.
+Shards are safetensors files with the rows they hold, so any number of ranks can read what any other number wrote, and
+nothing can run code when it is read. checkpoint.py decides when a checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ try:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 except ImportError as missing:
     raise UserError(
-        "Weights that are shared out over processes (fsdp) are kept in parts, which needs torch 2.8 or newer, not "
-        f"{torch.__version__}: update it (pip install --upgrade torch)."
+        f"Sharded checkpoints (fsdp) need torch 2.8 or newer, not {torch.__version__}: pip install --upgrade torch."
     ) from missing
 
 log = logging.getLogger("anechoic")
@@ -41,12 +40,12 @@ log = logging.getLogger("anechoic")
 # ---- writing
 
 
-class PartsWriter:
-    """Writes one checkpoint at a time in the background. Every process has one and calls it at the same points."""
+class ShardWriter:
+    """Write one checkpoint at a time in the background; every rank calls it at the same points."""
 
     def __init__(self, world: World) -> None:
         self.world = world
-        # Of its own: the messages of a save must not get between those of the training.
+        # A separate group, so that a save does not interleave with collectives of the training.
         self.group = dist.new_group(backend="gloo")
         self.pending: Future[bool] | None = None
 
@@ -60,10 +59,9 @@ class PartsWriter:
         after: Callable[[], None],
         failed: Callable[[OSError], None],
     ) -> None:
-        """Copy the tensors and begin to write the directory `final`, which gets its name once it is whole.
+        """Copy the tensors and write the directory `final` in the background, renamed when complete.
 
-        The first process calls before() now, finish(directory) in the background to add what else belongs there, and
-        after() once it has its name; failed(problem) if a disk refused.
+        Rank 0 calls before() now, finish(directory) to add other files, after() when it is renamed; or failed(problem).
         """
         self.wait()
         aside = ExitStack()
@@ -106,29 +104,29 @@ class PartsWriter:
         executor.shutdown(wait=False)
 
     def wait(self) -> bool:
-        """Until what was started is on the disk, or was given up (False); the same in all processes."""
+        """Wait until the pending save is on disk (True) or failed (False); the same on all ranks."""
         pending, self.pending = self.pending, None
         if pending is None:
             return True
         saved = pending.result()
         return broadcast(self.world, lambda: saved)
 
-    def __enter__(self) -> PartsWriter:
+    def __enter__(self) -> ShardWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *problem: object) -> None:
-        """A save that has begun is ended, unless another process may be missing."""
+        """Finish a pending save, unless another rank may be missing."""
         if self.pending is not None and (kind is None or issubclass(kind, UserError | InterruptedRun)):
             self.pending.result()
 
 
 def _rows(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A part is a range of rows, so numbers (the optimizer's step counts) are kept as rows of one; same memory."""
+    """Return scalars (step counts) as one row, because a shard is a range of rows; same memory."""
     return {name: tensor.detach().reshape(1) if tensor.ndim == 0 else tensor for name, tensor in tensors.items()}
 
 
 def disk_error(problem: BaseException) -> OSError:
-    """The reason why a disk refused, whichever process met it; anything else is a defect and raised."""
+    """Return the disk error of any rank; raise anything else."""
     if isinstance(problem, CheckpointException):
         causes = [cause for cause, _ in problem.failures.values()]
         found = next((cause for cause in causes if isinstance(cause, OSError)), None)
@@ -143,11 +141,11 @@ def disk_error(problem: BaseException) -> OSError:
 
 
 def sizes(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and type of every tensor, all parts together; OSError if they are no parts of one checkpoint."""
+    """Return shape and dtype of every unsharded tensor; OSError if shards are missing or corrupted."""
     try:
         tensors = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as problem:
-        raise OSError(f"the files are no parts of a checkpoint: {problem}") from problem
+        raise OSError(f"the files are not the shards of a checkpoint: {problem}") from problem
     found = {}
     for name, kept in tensors.items():
         assert isinstance(kept, TensorStorageMetadata)
@@ -160,24 +158,24 @@ def sizes(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 def read_into(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill the tensors, each process the rows it holds; all processes call it at the same time."""
+    """Fill the tensors, each rank its own rows; a collective call."""
     dcp.load(_rows(tensors), storage_reader=HuggingFaceStorageReader(str(path)))
 
 
-def read_whole(path: Path, prefix: str) -> dict[str, Tensor]:
-    """The tensors whose name begins with "PREFIX/", without it, in this process alone; OSError if there are none."""
+def read_full(path: Path, prefix: str) -> dict[str, Tensor]:
+    """Return the unsharded tensors named "PREFIX/...", without the prefix, on this rank alone."""
     start = f"{prefix}/"
     found = {
         name: torch.empty(size, dtype=kind) for name, (size, kind) in sizes(path).items() if name.startswith(start)
     }
     if not found:
-        raise OSError(f"the parts hold no {prefix}")
+        raise OSError(f"the shards hold no {prefix}")
     with _alone():
         try:
             dcp.load(dict(found), storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
         except CheckpointException as problem:
             causes = [cause for cause, _ in problem.failures.values()]
-            raise OSError(f"the parts do not fit together: {causes[0]}") from problem
+            raise OSError(f"the shards do not fit together: {causes[0]}") from problem
     return {name.removeprefix(start): tensor for name, tensor in found.items()}
 
 

@@ -1,4 +1,4 @@
-"""Signals that only ask a run to stop; the loop says when it does. Before the loop there is nothing to save."""
+"""SIGTERM and Ctrl-C as requests to stop: the training loop saves at the end of the update, then exits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NoReturn
 
 
 class InterruptedRun(SystemExit):
-    """A signal ended the run after it had saved; the exit code is 128 + the signal's number, as shells have it."""
+    """A signal interrupted the run, which has saved; the exit code is 128 + the signal's number."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(128 + signal_number)
@@ -20,16 +20,16 @@ class InterruptedRun(SystemExit):
 
 
 def leave(code: int) -> NoReturn:
-    """End this process now. Taking torch apart in good order takes a second or more, and nobody needs that done."""
+    """Exit this process now, without the second or more that unloading torch takes."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 class Stop:
-    """Which signal asked to stop: `asked` in this process, `agreed` once all processes know (0: none).
+    """The signal that requested a stop: `asked` on this rank, `agreed` once all ranks know (0: none).
 
-    in_loop: whether there is something to save, so that the signal waits for the end of the update.
+    in_loop: there is something to save, so that the signal waits for the end of the update.
     """
 
     asked = 0
@@ -39,10 +39,10 @@ class Stop:
 
 @contextmanager
 def catch_signals(*, one_of_several: bool = False) -> Iterator[Stop]:
-    """While open, SIGTERM and Ctrl-C only ask to stop: at the end of the update in the loop, at once before it.
+    """While open, SIGTERM and Ctrl-C request a stop: at the end of the update in the loop, immediately before it.
 
-    A second signal ends the process on the spot, except for one of several: its launcher passes signals on, so the same
-    one may come twice, and decides itself when to be hard. Outside the main thread signals are not ours to catch.
+    A second signal exits immediately, except on a rank (one_of_several), which may get a signal twice and which its
+    launcher kills if needed. Does nothing outside the main thread, where Python handles no signals.
     """
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
@@ -56,7 +56,7 @@ def catch_signals(*, one_of_several: bool = False) -> Iterator[Stop]:
         if not stop.in_loop and not again:
             raise InterruptedRun(number)
 
-    # A signal that whoever started us has switched off stays off.
+    # A signal that the parent process ignores stays ignored.
     numbers = [n for n in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(n) is not signal.SIG_IGN]
     before = {number: signal.signal(number, ask) for number in numbers}
     try:

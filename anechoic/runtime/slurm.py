@@ -1,6 +1,6 @@
-"""A command of ours as a job of Slurm, by submitit: started on every task, saved and put in line again in time.
+"""Run a command as a Slurm job by submitit: started on every task, saved and requeued before its time ends.
 
-The command runs in a process of its own, so that a warning from Slurm reaches it as the signal it saves at.
+The command runs in a subprocess, so that Slurm's warning reaches it as the signal at which it saves.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 from anechoic.choices import Cluster
 from anechoic.errors import UserError
 
-# Seconds a training gets to save when its job is about to end; Slurm is asked to warn that long before.
+# Seconds before the end of a job at which Slurm warns, so that the training can save.
 PATIENCE = 300
-# How often a job may run out of its time and be put in line again: as often as it takes.
+# How often a job may time out and be requeued: as often as needed.
 TIMEOUTS = 10_000
 
 
 @dataclass
 class Job:
-    """Runs `anechoic COMMAND` as one task of a job; the same command goes on where it stopped."""
+    """Run `anechoic COMMAND` as one task of a job; the same command resumes where it stopped."""
 
     command: tuple[str, ...]
     tasks: int = 1
@@ -41,23 +41,23 @@ class Job:
         if self.tasks > 1:
             import submitit
 
-            # Each process finds its own among all of the node's devices, as it does under any other launcher.
+            # Each rank picks its own of the node's GPUs, as under any other launcher.
             submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
             environment = dict(os.environ)
             environment.setdefault("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", str(self.tasks)))
         self.process = subprocess.Popen([sys.executable, "-m", "anechoic", *self.command], env=environment)
         code = self.wait() or 0
         if code == 128 + signal.SIGTERM:
-            raise SystemExit(code)  # the first task's training was asked to save, and all of them did: no failure
+            raise SystemExit(code)  # all ranks saved on request: no failure
         if code:
-            raise RuntimeError(f"anechoic {' '.join(self.command)} ended with exit code {code}; its output says why.")
+            raise RuntimeError(f"anechoic {' '.join(self.command)} failed with exit code {code}; see its output.")
         return code
 
     def wait(self, deadline: float = math.inf) -> int | None:
-        """Its exit code, negative for a signal; None once the deadline has passed.
+        """Return the exit code, negative for a signal; None after the deadline.
 
-        The system is asked, not Popen: a signal handler that interrupts this calls it too, and would wait for ever for
-        Popen's lock, which the interrupted call holds.
+        It does not use Popen.wait: a signal handler that interrupts this also calls it, and would wait forever for
+        Popen's lock.
         """
         assert self.process is not None
         while time.monotonic() < deadline:
@@ -68,7 +68,7 @@ class Job:
         return None
 
     def checkpoint(self) -> Any:
-        """What submitit calls before the job is stopped: the training saves, and the job is put in line again."""
+        """Save and requeue; submitit calls it before the job is stopped."""
         import submitit
 
         if self.process is not None and self.wait(time.monotonic() + 0.01) is None:
@@ -90,7 +90,7 @@ def submit(
     memory_gb: float | None,
     partition: str | None,
 ) -> Any:
-    """submitit's job. Its standard output and error are kept in folder."""
+    """Submit and return submitit's job; its output and error streams are written to folder."""
     try:
         import submitit
     except ImportError as error:

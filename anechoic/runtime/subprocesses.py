@@ -1,7 +1,7 @@
-"""Processes that end with their parent, and parents that let their children save before they end.
+"""Subprocesses that exit with their parent, and parents that let subprocesses save before they exit.
 
-A child is told its parent's process id when it is started, so it cannot mistake whoever adopted it for its parent.
-Standard library only: it is called before anything slow is imported.
+A subprocess gets its parent's process id at the start, so that it cannot mistake the process that adopts it for its
+parent. Standard library only: it is called before slow imports.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ PR_SET_PDEATHSIG = 1
 
 
 def end_with(parent: int, *, number: int = signal.SIGKILL, every: float = 0.2) -> None:
-    """From now on this process gets the signal soon after its parent ended, however that ended.
+    """Send this process the signal when its parent exits; exit at once if the parent has exited already.
 
-    It ends at once if the parent is gone already. Linux tells it immediately, elsewhere a thread looks now and then.
+    Linux sends it immediately; elsewhere a thread polls.
     """
     if os.getppid() != parent:
         os._exit(1)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))
 
-    def look() -> None:
+    def poll() -> None:
         while os.getppid() == parent:
             time.sleep(every)
         os.kill(os.getpid(), number)
 
-    # The thread also covers a parent that ended just before the system was asked.
-    threading.Thread(target=look, daemon=True).start()
+    # The thread also covers a parent that exited just before prctl.
+    threading.Thread(target=poll, daemon=True).start()
 
 
 def exit_when_parent_exits() -> None:
-    """For a command that `Subprocesses` may have started: SIGTERM, so that it can save, once that process is gone."""
+    """Get SIGTERM, so that this process can save, when the parent that `Subprocesses` recorded exits."""
     parent = os.environ.pop(PARENT, "")
     if parent.isdecimal():
         end_with(int(parent), number=signal.SIGTERM)
 
 
 class Asked:
-    """How often a signal asked to stop, and which one came first (0: none)."""
+    """The number of signals received, and the first one (0: none)."""
 
     times = 0
     number = 0
@@ -57,7 +57,7 @@ class Asked:
 class Subprocesses:
     """Commands started by this process. SIGTERM and Ctrl-C are passed on so that each can save; a second one kills.
 
-    Handlers only take note: `check` acts, from the loop of whoever waits for the children.
+    Handlers only count; the caller's waiting loop calls `check`, which acts.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Subprocesses:
         self._passed_on = 0
 
     def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen:
-        """In a group of its own, where the terminal's Ctrl-C does not reach it a second time."""
+        """Start a command in its own process group, where the terminal's Ctrl-C does not reach it a second time."""
         environment = {**(options.pop("env", None) or os.environ), PARENT: str(os.getpid())}
         options = {"stdin": subprocess.DEVNULL, "process_group": 0, **options}
         process = subprocess.Popen(command, env=environment, **options)
@@ -74,7 +74,7 @@ class Subprocesses:
         return process
 
     def check(self) -> None:
-        """To be called often: passes on what came in, and raises SystemExit once all children have ended after it."""
+        """Pass on received signals; raise SystemExit once all subprocesses have exited after one."""
         self.running = [process for process in self.running if process.poll() is None]
         if self.asked.times > self._passed_on:
             first, self._passed_on = not self._passed_on, self.asked.times
@@ -89,7 +89,7 @@ class Subprocesses:
         return self
 
     def __exit__(self, *problem: object) -> None:
-        """Whatever went wrong here, no child outlives the block; each gets the time to save."""
+        """Let every subprocess save and exit, whatever went wrong here."""
         try:
             for process in self.running:
                 if process.poll() is None:
@@ -105,7 +105,7 @@ class Subprocesses:
 
 @contextmanager
 def noting_signals(asked: Asked) -> Iterator[None]:
-    """While open, SIGTERM and SIGINT are only counted. Outside the main thread signals are not ours to catch."""
+    """Count SIGTERM and SIGINT while open; does nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

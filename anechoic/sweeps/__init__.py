@@ -1,1 +1,1 @@
-"""Sweeps: many trials of a recipe, each trained, evaluated and kept as one JSON record."""
+"""Sweeps: trials of a recipe, each trained, evaluated and written as one JSON record."""

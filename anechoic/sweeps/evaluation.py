@@ -1,7 +1,4 @@
-"""What a trained trial is worth, as its record keeps it: which specs are run, and how their values are named.
-
-Every number is per cent or a measure's own unit, per layer from the embedding (0) to the output.
-"""
+"""Evaluate a trained trial for its record. Numbers are percent or a metric's own unit, per layer from 0 (embedding)."""
 
 from __future__ import annotations
 
@@ -24,14 +21,14 @@ from anechoic.runtime.checkpoint import checkpoints
 if TYPE_CHECKING:
     from anechoic.sweeps.trial import EvalPlan
 
-# Samples whose spectrum is measured.
+# Samples for effective ranks.
 RANK_SAMPLES = 2000
 BRANCH_RANKS = ("writer_rank", "output_rank")
 COMPONENT_SHARES = ("common_share", "first_share", "three_share", "look_share")
 
 
 def settings_of(plan: EvalPlan, *, seed: int) -> dict[str, Any]:
-    """What every spec of a plan shares."""
+    """Return the settings that all specs of a plan share."""
     return {
         "neighbors": (plan.neighbors,),
         "protocol": plan.protocol,
@@ -43,7 +40,7 @@ def settings_of(plan: EvalPlan, *, seed: int) -> dict[str, Any]:
 
 
 def evaluate_encoder(run_dir: Path, plan: EvalPlan, *, seed: int) -> dict[str, Any]:
-    """k-NN, effective rank and norm of every layer and token; probes of the last; k-NN at the kept checkpoints."""
+    """Return k-NN, rank and norm of every layer and token, probes of the last, k-NN at the kept checkpoints."""
     encoder = run_encoder(run_dir)
     eval_data = open_eval_data(plan.train, plan.test, channels=encoder.channels)
     poolings: tuple[Pooling, ...] = tuple(p for p in ("class", "mean") if p in encoder.poolings)
@@ -99,7 +96,7 @@ def held_out_votes(encoder: Encoder, plan: EvalPlan, every: EvalSpec, common: di
 
 
 def add_retrieval(metrics: dict[str, Any], encoder: Encoder, plan: EvalPlan, *, seed: int) -> None:
-    """The same thing by another hand: of every layer and token, and of what needs no training or keeps the layout."""
+    """Add retrieval of the same object in another style: of every layer and token, and of untrained baselines."""
     source = open_source(plan.retrieval, channels=encoder.channels)
     drawings = EvalData(None, source, None, None)
     poolings: tuple[Pooling, ...] = tuple(metrics["layers"])
@@ -125,7 +122,7 @@ def add_retrieval(metrics: dict[str, Any], encoder: Encoder, plan: EvalPlan, *, 
 
 
 def add_anatomy(metrics: dict[str, Any], subject: Subject) -> None:
-    """Shares of the components of every layer and token, and ranks, one per branch."""
+    """Add shares of the components of every layer and token, and a rank per branch."""
     found = Evaluator(replace(subject.spec, metrics=("components", "branches"))).measure(subject)
     for pooling, values in metrics["layers"].items():
         values |= {name: found.column(name, pooling=pooling) for name in COMPONENT_SHARES}
@@ -133,7 +130,7 @@ def add_anatomy(metrics: dict[str, Any], subject: Subject) -> None:
 
 
 def by_layer(found: Evaluation, pooling: str, votes: Sequence[str]) -> dict[str, list[float]]:
-    """One value per layer, under the names of a record; votes: the kinds of k-NN."""
+    """Return one value per layer, under the names of a record. votes: the kinds of k-NN."""
     return {
         **{kind: [100 * value for value in found.column(kind, pooling=pooling)] for kind in votes},
         **ranks_by_layer(found, pooling),
@@ -147,7 +144,7 @@ def ranks_by_layer(found: Evaluation, pooling: str) -> dict[str, list[float]]:
 
 
 def evaluate_checkpoint(path: Path, eval_data: EvalData, spec: EvalSpec) -> dict[str, Any]:
-    """One point of a curve over training: the last layer by k-NN and rank."""
+    """Return a point of a curve over training: the last layer by k-NN and rank."""
     found = Evaluator(spec, cached=False).run(run_encoder(path), eval_data)
     row: dict[str, Any] = {"seen": int(path.name)}
     for pooling in spec.poolings:
@@ -158,7 +155,7 @@ def evaluate_checkpoint(path: Path, eval_data: EvalData, spec: EvalSpec) -> dict
 
 
 def evaluate_classifier(run_dir: Path, plan: EvalPlan, *, seed: int) -> dict[str, Any]:
-    """Test accuracy of the trained head, and effective rank of every layer's mean token."""
+    """Return the test accuracy of the trained head, and the effective rank of every layer's mean token."""
     encoder = run_encoder(run_dir)
     eval_data = open_eval_data(plan.train, plan.test, channels=encoder.channels)
     spec = EvalSpec(("accuracy", "rank"), layers="all", poolings=("mean",), **settings_of(plan, seed=seed))
@@ -170,7 +167,7 @@ def evaluate_classifier(run_dir: Path, plan: EvalPlan, *, seed: int) -> dict[str
 
 
 def evaluate_denoiser(run_dir: Path, plan: EvalPlan, *, source: str, seed: int) -> dict[str, Any]:
-    """Distance of its images to the real ones, and the probe of its features over layers and noise levels."""
+    """Return the distance of generated to real images, and the probe over layers and noise levels."""
     metrics: dict[str, Any] = {}
     if plan.samples:
         metrics |= compare_samples(run_dir, plan, real=plan.real or source, seed=seed)
@@ -180,7 +177,7 @@ def evaluate_denoiser(run_dir: Path, plan: EvalPlan, *, source: str, seed: int) 
 
 
 def compare_samples(run_dir: Path, plan: EvalPlan, *, real: str, seed: int) -> dict[str, Any]:
-    """Frechet distance and its companions of `samples` images to at most four times as many real ones."""
+    """Return Frechet distance, precision and recall of `samples` images to at most four times as many real ones."""
     from anechoic.diffusion.generate import Request, generate, image_batches
     from anechoic.eval.extractors import extractor_named
     from anechoic.eval.frechet import compare, measure_images
@@ -195,14 +192,14 @@ def compare_samples(run_dir: Path, plan: EvalPlan, *, real: str, seed: int) -> d
         measure_images(made.split(64), extractor, images={}),
     ]
     with warnings.catch_warnings():
-        # Biased at so few images (docs/protocol.md says how many), equally for every trial of a table.
+        # Biased at few images (docs/protocol.md), equally for every trial of a table.
         warnings.filterwarnings("ignore", message=".* the Frechet distance is biased upwards")
         found = compare(*sides, seed=0)
     return {"frechet": found[extractor.receipt()["metric"]], **{name: found[name] for name in ("precision", "recall")}}
 
 
 def probe_denoiser(run_dir: Path, plan: EvalPlan, *, seed: int) -> dict[str, Any]:
-    """probe: test accuracy at the (noise, layer) that is best on held-out training data."""
+    """Return the test accuracy at the (noise, layer) that is best on held-out training data."""
     from anechoic.eval.denoisers import open_noisy
     from anechoic.runtime.devices import pick_device
 
@@ -232,7 +229,7 @@ def probe_denoiser(run_dir: Path, plan: EvalPlan, *, seed: int) -> dict[str, Any
 
 
 def keep_pictures(encoder: Encoder, subject: Subject, *, seed: int) -> dict[str, Any]:
-    """A map of the tested images, colors of the first ones' patches, and their reconstructions, as packed arrays."""
+    """Return a map of the test images, patch colors and reconstructions of the first ones, as packed arrays."""
     from anechoic.eval.feature_cache import batches
     from anechoic.eval.features import patch_maps
     from anechoic.eval.projections import eigenvector_colors, tsne
@@ -261,7 +258,7 @@ def keep_pictures(encoder: Encoder, subject: Subject, *, seed: int) -> dict[str,
 
 
 def packed(values: np.ndarray) -> dict[str, Any]:
-    """Numbers in 0 .. 1 as bytes in base64, with their shape."""
+    """Return numbers in 0 .. 1 as bytes in base64, with their shape."""
     data = (values.clip(0, 1) * 255).round().astype(np.uint8)
     return {"shape": list(data.shape), "bytes": base64.b64encode(data.tobytes()).decode()}
 

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 from anechoic.config import Config, from_json, settings, to_json
 from anechoic.errors import UserError
-from anechoic.runtime.devices import accelerators
+from anechoic.runtime.devices import num_gpus
 from anechoic.runtime.run import last_seen
 from anechoic.runtime.subprocesses import Subprocesses
 from anechoic.storage.files import make_folder, write_json
@@ -166,15 +166,15 @@ def available_cores() -> list[int]:
 
 def cores_for(jobs: int | None) -> list[int]:
     """Return a core for each of the trials that run at the same time: as many as `jobs`, GPUs, or cores."""
-    return available_cores()[: jobs or accelerators() or None]
+    return available_cores()[: jobs or num_gpus() or None]
 
 
 def slot_environment(slot: int) -> dict[str, str]:
     """Return environment variables of the trial in this slot: one GPU, or one thread where there is none."""
-    if not accelerators():
+    if not num_gpus():
         return {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = given.split(",") if given else [str(index) for index in range(accelerators())]
+    devices = given.split(",") if given else [str(index) for index in range(num_gpus())]
     return {"CUDA_VISIBLE_DEVICES": devices[slot % len(devices)]}
 
 
@@ -192,7 +192,7 @@ def start(trial: Trial, folders: Folders, core: int, subprocesses: Subprocesses,
         process = subprocesses.start(
             [sys.executable, "-m", "anechoic.sweeps.trial", *arguments], stdout=log, stderr=log, env=environment
         )
-    if slot is not None and not accelerators() and hasattr(os, "sched_setaffinity"):
+    if slot is not None and not num_gpus() and hasattr(os, "sched_setaffinity"):
         with contextlib.suppress(ProcessLookupError):  # it may have exited already
             os.sched_setaffinity(process.pid, {core})
     return Job(trial, process, core, time.perf_counter())

@@ -1,8 +1,7 @@
-"""One trial of a table: a config trained and its features, images or decisions evaluated, kept as one JSON record.
+"""One trial: a config trained, its features, images or predictions evaluated, the result written as a JSON record.
 
-A record holds everything that is needed to measure it again: the config, the evaluation, the seed, the commit and the
-machine. Data is named relative to a folder given at run time, so that a record made on one machine can be checked on
-another. How many trials run side by side is sweep.py's business.
+A record holds everything needed to repeat it: config, evaluation, seed, commit and machine. Data paths are relative to
+a folder given at run time, so that another machine can verify the record.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from anechoic.runtime.run import VALIDATION, last_seen, read_metrics
 from anechoic.runtime.subprocesses import exit_when_parent_exits
 from anechoic.storage.files import read_json, write_json
 
-# Of what is measured on held-out samples during training, what a record keeps.
-MONITORED = (
+# Validation metrics that a record keeps.
+VALIDATION_METRICS = (
     "held_out_loss",
     "held_out_accuracy",
     "entropy_rows",
@@ -38,16 +37,16 @@ DIGITS = 6
 
 @dataclass(frozen=True)
 class EvalPlan(Section):
-    """What is measured once a trial is trained. Labels are read here and nowhere before."""
+    """What is measured once a trial is trained. Labels are read only here."""
 
     train: str = ""
     """labeled images that vote and fit"""
     test: str = ""
     """labeled images to classify"""
     max_train: Count = 10_000
-    """at most so many of the first, evenly spaced"""
+    """maximum number of train images, evenly spaced"""
     max_test: Count = 10_000
-    """at most so many of the second, evenly spaced"""
+    """maximum number of test images, evenly spaced"""
     neighbors: Count = 20
     """votes of the k-NN evaluation"""
     whitened: bool = False
@@ -59,25 +58,25 @@ class EvalPlan(Section):
     protocol: ProbeProtocol = "logistic"
     """how the probe is fitted: converged, as the paper does on ImageNet-100, or as MAE does on ImageNet-1K"""
     pictures: bool = False
-    """keep a map of the features, colors of patches and reconstructions; for embedded data only"""
+    """keep a map of the features, patch colors and reconstructions; for embedded data only"""
     probe_layers: tuple[int, ...] = ()
     """layers whose mean token is probed too"""
     checkpoints: bool = False
     """evaluate every kept checkpoint by k-NN, not the last one alone"""
     anatomy: bool = False
-    """the ranks of what branches write, at kept checkpoints too, and what the first components of features hold"""
+    """ranks of branch outputs, at kept checkpoints too, and shares of the first components of features"""
     retrieval: str = ""
-    """drawings of things by several hands, such as emoji, whose twins are searched across hands"""
+    """drawings of objects in several styles, such as emoji, for retrieval across styles"""
     baselines: bool = False
-    """search them by raw pixels and by an untrained network too"""
+    """retrieval by raw pixels and by an untrained network too"""
     samples: Whole = 0
-    """images a denoiser makes to be compared with the real ones; 0 makes none"""
+    """number of images that a denoiser generates for comparison with real ones"""
     real: str = ""
-    """the real images, where the run's own data is not images"""
+    """the real images, where the run's own data is latents"""
     extractor: str = "efflite0"
-    """whose features compare them"""
+    """feature extractor of the comparison"""
     noise: tuple[Share, ...] = (0.02, 0.1)
-    """levels of noise at which a denoiser's features are probed"""
+    """noise levels at which a denoiser's features are probed"""
 
 
 @dataclass(frozen=True)
@@ -98,13 +97,13 @@ class Trial:
         }
 
 
-# Keys of records in earlier versions -> theirs now.
+# Keys of records in earlier versions -> current keys.
 RENAMED: dict[str, str] = {
-    "judge": "evaluation",
-    "neighbours": "neighbors",
+    "judge": "evaluation",  # legacy name
+    "neighbours": "neighbors",  # legacy name
     "fitted": "max_train",
     "tested": "max_test",
-    "colours": "colors",
+    "colours": "colors",  # legacy name
     "processor": "cpu",
     "processor_seconds": "cpu_seconds",
 }
@@ -117,10 +116,9 @@ def read_record(path: Path) -> dict[str, Any]:
 
 def with_current_names(value: Any) -> Any:
     if isinstance(value, dict):
-        return {
-            RENAMED.get(str(name), str(name)).replace("standardised", "standardized"): with_current_names(item)
-            for name, item in value.items()
-        }
+        names = (RENAMED.get(str(name), str(name)) for name in value)
+        names = (name.replace("standardised", "standardized") for name in names)  # legacy name
+        return dict(zip(names, map(with_current_names, value.values()), strict=True))
     return [with_current_names(item) for item in value] if isinstance(value, list) else value
 
 
@@ -129,26 +127,26 @@ def trial_from_json(values: dict[str, Any]) -> Trial:
         evaluation = from_mapping(EvalPlan, values["evaluation"], where="evaluation.")
         return Trial(values["name"], values["variant"], from_json(values["config"]), evaluation)
     except (KeyError, TypeError) as problem:
-        raise UserError(f"This is no record of a trial ({problem}): give a file that a sweep wrote.") from problem
+        raise UserError(f"This is not the record of a trial ({problem}): use a file that a sweep wrote.") from problem
 
 
-# ---- where the data is
+# ---- data paths
 
 
 def is_file(source: str) -> bool:
-    """Whether the source is files; those with a name, such as digits:train, are the same on every machine."""
+    """Return whether the source is files; named sources such as digits:train are the same on every machine."""
     from anechoic.data import NAMED
 
     return bool(source) and source.partition(":")[0] not in NAMED
 
 
 def located(source: str, root: Path) -> str:
-    """The source as this machine names it: embedded data as it is, files below `root`."""
+    """Return the source on this machine: embedded data as it is, files below `root`."""
     return str(root / source) if is_file(source) else source
 
 
 def localized(trial: Trial, root: Path) -> Trial:
-    """The trial with every source of data as this machine names it."""
+    """Return the trial with every data source located on this machine."""
     config, evaluation = trial.config, trial.evaluation
     return replace(
         trial,
@@ -167,7 +165,7 @@ def localized(trial: Trial, root: Path) -> Trial:
 
 
 def run_trial(trial: Trial, run_dir: Path, *, root: Path, verbose: bool = False) -> dict[str, Any]:
-    """Train (or go on, or find it done), evaluate, and give the record. Divergence is a result, not a fault."""
+    """Train (or resume), evaluate, and return the record. Divergence is a result, not an error."""
     from anechoic.training.loop import DivergedError, fit
 
     here = localized(trial, root)
@@ -198,20 +196,20 @@ def run_trial(trial: Trial, run_dir: Path, *, root: Path, verbose: bool = False)
 
 
 def check_plan(trial: Trial) -> None:
-    """Refuse what could not be evaluated before it is trained."""
+    """Raise UserError before training for what could not be evaluated afterwards."""
     from anechoic.data.latents import is_latents
 
     plan = trial.evaluation
     if plan.samples and not plan.real and is_latents(trial.config.data.source):
         raise UserError(
-            f"{trial.config.data.source} holds latents, and made images are compared with real ones: name those in "
-            "the evaluation's `real`."
+            f"{trial.config.data.source} holds latents, but generated images are compared with real ones: set `real` "
+            "of the evaluation to images."
         )
 
 
 @contextmanager
 def threads(count: int | None) -> Iterator[None]:
-    """Evaluate with as many threads as were trained with: sums, and so a neighbor now and then, depend on it."""
+    """Evaluate with the number of threads of the training: sums, and so neighbors, depend on it."""
     import torch
 
     before = torch.get_num_threads()
@@ -223,7 +221,7 @@ def threads(count: int | None) -> Iterator[None]:
 
 
 def measure(trial: Trial, run_dir: Path) -> dict[str, Any]:
-    """By what the trial was trained for."""
+    """Evaluate by the kind of objective."""
     from anechoic.sweeps import evaluation
 
     plan, seed = trial.evaluation, trial.config.seed
@@ -238,16 +236,16 @@ def measure(trial: Trial, run_dir: Path) -> dict[str, Any]:
 
 
 def curve(run_dir: Path) -> list[dict[str, Any]]:
-    """What was seen of the held-out samples during training."""
+    """Return the validation metrics during training."""
     return [
-        {"seen": record["seen"], **{name: record[name] for name in MONITORED if name in record}}
+        {"seen": record["seen"], **{name: record[name] for name in VALIDATION_METRICS if name in record}}
         for record in read_metrics(run_dir)
         if record["kind"] in VALIDATION
     ]
 
 
 def rounded(value: Any) -> Any:
-    """Floats to a few significant digits, in nested JSON; NaN and infinity, which JSON has not, as None."""
+    """Round floats of nested JSON to a few significant digits; NaN and infinity become None."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -258,14 +256,14 @@ def rounded(value: Any) -> Any:
 
 
 def finished(trial: Trial, path: Path) -> bool:
-    """Whether the record at `path` is of exactly this trial."""
+    """Return whether the record at `path` is of exactly this trial."""
     if not path.exists():
         return False
     return trial_from_json(read_record(path)) == trial
 
 
 def clean(run_dir: Path) -> None:
-    """An evaluated run has served: its weights are larger than everything it taught."""
+    """Delete the checkpoints of an evaluated run."""
     shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
 
 

@@ -1,7 +1,4 @@
-"""What a config is made into: the data, the model, its optimizer, and how images are prepared for it.
-
-It does not train; the engine does, and whoever rebuilds a run to look at it uses the same functions.
-"""
+"""Build what a config describes: data, loader, model, optimizer, preprocessing; and check the config before."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from anechoic.training.optim import parameter_groups
 
 
 def open_data(config: Config) -> Source:
-    """The run's source; with labels only if something asks for them."""
+    """Open the run's source; with labels only if they are used."""
     data = config.data
     if not data.source:
         raise UserError("No data is given: name it with --data.source.")
@@ -49,7 +46,7 @@ def make_loader(
     world_size: int = 1,
     device: torch.device | str = "cpu",
 ) -> Loader:
-    """Batches of these samples for ever, in an order that is a function of the seed, from sample `start` on."""
+    """Return endless batches of these samples from sample `start` on, in an order that depends on the seed alone."""
     data = config.data
     return Loader(
         Subset(source, indices),
@@ -89,7 +86,7 @@ def make_model(config: Config) -> Any:
 
 
 def check(config: Config) -> None:
-    """Refuse a misspelt model, option or objective before any data is opened; nothing is allocated."""
+    """Raise UserError for wrong settings before data is opened or memory allocated."""
     make_objective(config.objective.name, **config.objective.options)
     wanted = OBJECTIVES[config.objective.name].trains
     if not config.model.name.startswith(wanted):
@@ -104,11 +101,11 @@ def check(config: Config) -> None:
             "and model.options to the data's."
         )
     if config.recompute and config.model.name.startswith("resnet"):
-        raise UserError("Only the blocks of transformers are computed again: set recompute to false.")
+        raise UserError("Only blocks of transformers can be recomputed: set recompute to false.")
     if config.validation.knn and not reads_without_labels(network):
         raise UserError(
-            "The k-NN test reads the network without labels, which it has not learned to do without: set label_dropout "
-            "above 0, or validation.knn to 0."
+            "The k-NN validation runs the network without labels, for which it is not trained: set label_dropout above "
+            "0, or validation.knn to 0."
         )
     if config.compile and config.shortcut.anneal:
         raise UserError(
@@ -118,24 +115,24 @@ def check(config: Config) -> None:
     if config.shortcut.form == "both" and config.shortcut.anneal:
         raise UserError("The form 'both' has fixed factors, which are not annealed: set shortcut.anneal to 0.")
     if config.fsdp:
-        import_module("anechoic.runtime.sharded_checkpoint")  # refuses a torch that cannot keep what is shared out
+        import_module("anechoic.runtime.sharded_checkpoint")  # UserError for an old torch
     if config.fsdp and config.compile:
-        raise UserError("A compiled network is not shared out over processes: set fsdp or compile to false.")
+        raise UserError("A compiled network cannot be sharded: set fsdp or compile to false.")
     if config.fsdp and config.shortcut.form == "learnable":
-        raise UserError("A learnable alpha is a single number, which cannot be shared out: set fsdp to false.")
+        raise UserError("A learnable alpha is a scalar, which cannot be sharded: set fsdp to false.")
     if config.fsdp and config.model.name.startswith("resnet"):
-        raise UserError("Only transformers are shared out over processes, block by block: set fsdp to false.")
+        raise UserError("Only transformers can be sharded, block by block: set fsdp to false.")
 
 
 def reads_without_labels(network: NetworkConfig) -> bool:
-    """Not so a class-conditional denoiser that has no null label."""
+    """Return False for a class-conditional denoiser without a null label, True for all others."""
     if not isinstance(network, UViTConfig | SiTConfig):
         return True
     return network.num_classes is None or network.label_dropout > 0
 
 
 def check_labels(config: Config, source: Source) -> None:
-    """Refuse labels that the network has no class for; the first one too many would be taken for the null label."""
+    """Raise UserError for labels above the network's classes; the next number is the null label."""
     classes = getattr(model_config(config.model.name, **model_options(config)), "num_classes", None)
     if classes is None or source.labels is None:
         return
@@ -148,7 +145,7 @@ def check_labels(config: Config, source: Source) -> None:
 
 
 def describe(config: Config, model: nn.Module, run_dir: Path, *, seen: int, brief: bool = False) -> str:
-    """What the run comes to in one line and, unless brief, the frozen config, a line per section."""
+    """Return a line about the run and, unless brief, the frozen config, a line per section."""
     sections = {name: value for name, value in to_json(config).items() if isinstance(value, dict)}
     lines = [
         f"  {name}: " + ", ".join(f"{key} {value}" for key, value in section.items())
@@ -158,13 +155,13 @@ def describe(config: Config, model: nn.Module, run_dir: Path, *, seen: int, brie
     assert config.optim.samples is not None
     weights = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     left = (config.optim.samples - seen) // config.optim.batch_size
-    start = f"going on after {seen:,} samples" if seen else "starting"
+    start = f"resuming after {seen:,} samples" if seen else "starting"
     summary = f"{run_dir}: {start}, {weights:,} weights, {left:,} updates to go"
     return summary if brief else "\n".join([summary, *lines, "  " + ", ".join(rest)])
 
 
 def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW, one fused kernel per group of parameters; or Muon, with AdamW for what is no matrix of the body."""
+    """Return AdamW; or Muon, with AdamW for all but the matrices of the body."""
     groups = parameter_groups(
         model,
         algorithm=optim.algorithm,
@@ -179,7 +176,6 @@ def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimize
 
 
 def preprocess_of(config: Config) -> Preprocess:
-    """How images become what the run's network takes."""
     data = config.data
     assert data.mean is not None
     assert data.std is not None

@@ -1,6 +1,6 @@
-"""What a run saves and goes on from: model, optimizer and averages, whole by the first process or in parts by all.
+"""Save and restore a run: model, optimizer and EMA, unsharded by rank 0 or sharded by all ranks.
 
-The loop says when; files and checksums are runtime's.
+runtime/checkpoint.py has the files and checksums.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger("anechoic")
 
 
 class Checkpointer:
-    """Every process has one and calls it at the same points. A process with `run` owns the run directory."""
+    """Checkpoints of a run; every rank calls it at the same points. Rank 0 has `run`, the run directory."""
 
     def __init__(
         self,
@@ -42,17 +42,17 @@ class Checkpointer:
         card: Mapping[str, Any],
         stack: ExitStack,
     ) -> None:
-        """folder: of the checkpoints. stack: while it is open, a save may go on in the background."""
+        """folder: of the checkpoints. stack: while it is open, a save may run in the background."""
         self.run, self.folder, self.config, self.card = run, folder, config, card
         self.model, self.optimizer, self.ema = model, optimizer, ema
         self.writer: Any = None
         if is_sharded(config, world):
-            from anechoic.runtime.sharded_checkpoint import PartsWriter
+            from anechoic.runtime.sharded_checkpoint import ShardWriter
 
-            self.writer = stack.enter_context(PartsWriter(world))
+            self.writer = stack.enter_context(ShardWriter(world))
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
-        """File name without suffix, or first part of names -> its tensors."""
+        """Return tensors by file name without suffix, which is the prefix of names in shards."""
         moved, marks = checkpoint.optimizer_tensors(self.optimizer), self.marks()
         tensors: dict[str, Mapping[str, Tensor]] = {
             "model": {**self.model.state_dict(), **marks},
@@ -63,41 +63,40 @@ class Checkpointer:
         return tensors
 
     def alphas(self) -> list[float] | None:
-        """Those of this moment, as long as they are annealed; None once they are the architecture's."""
+        """Return the current alphas while they are annealed; None once they are the architecture's."""
         if not self.config.shortcut.anneal:
             return None
         now = [shortcut.factors[0] for shortcut in self.model.stream().shortcuts]
         return None if now == [alpha for alpha, _ in self.model.config.factors] else now
 
     def marks(self) -> dict[str, Tensor]:
-        """What marks the weights of this moment, if it is not what marks the network."""
+        """Return the buffers `alphas` with the current values, while they are annealed."""
         alphas = self.alphas()
         if alphas is None:
             return {}
         own = self.model.state_dict().items()
         return {name: torch.tensor(alphas).to(value) for name, value in own if is_mark(name)}
 
-    def card_of_now(self) -> Mapping[str, Any]:
-        """So that whoever opens the checkpoint gets the network that these weights were trained in."""
+    def current_card(self) -> Mapping[str, Any]:
+        """Return the card of the network with the current alphas."""
         alphas = self.alphas()
         return self.card if alphas is None else {**self.card, "config": {**self.card["config"], "schedule": alphas}}
 
     def restore(self, path: Path) -> None:
-        """Go on from a checkpoint of any number of processes, shared out or not."""
-        if self.writer is not None and checkpoint.in_parts(path):
-            self._restore_parts(path)
+        """Resume from a checkpoint of any number of ranks, sharded or not."""
+        if self.writer is not None and checkpoint.has_shards(path):
+            self._restore_shards(path)
             return
         own = self.model.state_dict()
         tensors = checkpoint.read_tensors(path, "model")
-        if self.config.shortcut.anneal:  # alphas are a function of progress, and were marked as they were then
+        if self.config.shortcut.anneal:  # saved alphas are those of that time
             tensors |= {name: value for name, value in own.items() if is_mark(name)}
         self.model.load_state_dict({name: distribute(value, own.get(name, value)) for name, value in tensors.items()})
         checkpoint.restore_optimizer(self.optimizer, checkpoint.read_tensors(path, "optimizer"))
         if self.ema is not None:
             self.ema.load(checkpoint.read_tensors(path, "ema"))
 
-    def _restore_parts(self, path: Path) -> None:
-        """Every process reads the rows it holds."""
+    def _restore_shards(self, path: Path) -> None:
         from anechoic.runtime.sharded_checkpoint import read_into, sizes
 
         kept = [name.removeprefix("optimizer/") for name in sizes(path) if name.startswith("optimizer/")]
@@ -108,13 +107,13 @@ class Checkpointer:
         read_into(path, wanted)
 
     def save(self, *, seen: int, state: Mapping[str, Any], last: bool) -> bool:
-        """Write a checkpoint and delete old ones; False, with a warning, if the disk is full or does not allow it.
+        """Write a checkpoint and delete old ones; False, with a warning, if the disk refuses.
 
-        In parts it is written while training goes on, unless it is the last one of this process.
+        Shards are written while training continues, except the last ones.
         """
         if self.writer is None:
-            return self.run is None or self._save_whole(seen, state)
-        card = self.card_of_now()  # while it is written the alphas move on
+            return self.run is None or self._save_full(seen, state)
+        card = self.current_card()  # alphas change while it is written
         self.writer.start(
             checkpoint.path_of(self.folder, seen),
             flat(self.tensors()),
@@ -125,11 +124,11 @@ class Checkpointer:
         )
         return self.writer.wait() if last else True
 
-    def _save_whole(self, seen: int, state: Mapping[str, Any]) -> bool:
+    def _save_full(self, seen: int, state: Mapping[str, Any]) -> bool:
         assert self.run is not None
         try:
             self.run.flush()
-            checkpoint.save(self.folder, seen=seen, tensors=self.tensors(), card=self.card_of_now(), state=state)
+            checkpoint.save(self.folder, seen=seen, tensors=self.tensors(), card=self.current_card(), state=state)
             self._prune()
         except OSError as problem:
             not_saved(seen, problem)
@@ -142,7 +141,7 @@ class Checkpointer:
 
 
 def is_mark(name: str) -> bool:
-    """Whether a tensor of this name says with which alphas the others were trained."""
+    """Return whether the tensor of this name holds alphas."""
     return name.replace("/", ".").rpartition(".")[2] == "alphas"
 
 
@@ -153,12 +152,12 @@ def flat(tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 def not_saved(seen: int, problem: OSError) -> None:
     log.warning(
-        "The checkpoint at %d samples could not be saved (%s); the run goes on and will try again.", seen, problem
+        "The checkpoint at %d samples could not be saved (%s); the run continues and will try again.", seen, problem
     )
 
 
 class UnshardedCopy:
-    """The network as it may be measured by one process: itself, or a whole copy of what is shared out."""
+    """The network that rank 0 validates: itself, or an unsharded copy."""
 
     def __init__(self, world: World, config: Config, model: nn.Module) -> None:
         self.world, self.model, self.copy = world, model, model
@@ -167,7 +166,7 @@ class UnshardedCopy:
             self.copy = make_model(config).to(world.device)
 
     def refresh(self) -> nn.Module:
-        """In the first process the network with today's weights; all processes call it at the same point."""
+        """Return on rank 0 the network with current weights; a collective call."""
         if self.sharded:
             weights = gather_to_rank_zero(self.world, self.model.state_dict())
             if self.world.is_rank_zero:
@@ -176,5 +175,4 @@ class UnshardedCopy:
 
 
 def is_sharded(config: Config, world: World) -> bool:
-    """A process alone has nobody to share with."""
     return config.fsdp and world.size > 1

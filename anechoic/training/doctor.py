@@ -1,7 +1,4 @@
-"""What goes wrong on machines and in runs, looked for one by one, each finding with its remedy.
-
-Nothing is changed or repaired. A check says what it found; one that cannot be made on this system says so.
-"""
+"""Checks of a machine and a run; each finding has a remedy. Nothing is changed or repaired."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ class Finding:
 
 
 def examine(run: Path | None = None) -> list[Finding]:
-    """Every check of the machine and, if one is given, of a run or model directory."""
+    """Run every check of the machine and of the given run or model directory."""
     checks: list[Callable[[], Iterator[Finding]]] = [versions, devices, threads, shared_memory, files, disks, caches]
     found = [finding for check in checks for finding in check()]
     if run is not None:
@@ -76,7 +73,7 @@ def devices() -> Iterator[Finding]:
         names = ", ".join(sorted({torch.cuda.get_device_name(k) for k in range(count)}))
         yield Finding("devices", "ok", f"{count} x {names}")
     elif torch.backends.mps.is_available():
-        yield Finding("devices", "ok", "one accelerator (MPS)")
+        yield Finding("devices", "ok", "one GPU (MPS)")
     elif shutil.which("nvidia-smi"):
         yield Finding(
             "devices",
@@ -85,7 +82,7 @@ def devices() -> Iterator[Finding]:
             "install a torch built for CUDA, and compare its version with the driver's in nvidia-smi",
         )
     else:
-        yield Finding("devices", "ok", "no accelerator: training runs on processor cores")
+        yield Finding("devices", "ok", "no GPU: training runs on the CPU")
 
 
 def threads() -> Iterator[Finding]:
@@ -104,7 +101,7 @@ def threads() -> Iterator[Finding]:
 
 
 def quota() -> float | None:
-    """Cores that a container may use, if it is limited."""
+    """Return the cores that a container may use, if it is limited."""
     file = Path("/sys/fs/cgroup/cpu.max")
     try:
         limit, period = file.read_text().split()[:2]
@@ -193,7 +190,9 @@ def weights(run: Path) -> Iterator[Finding]:
         folder = model_directory(run)
         model = load(folder)
     except UserError as problem:
-        remedy = "restore the folder from a copy, or run the same training again: it goes on from the newest good state"
+        remedy = (
+            "restore the folder from a copy, or run the same command again: it resumes from the last good checkpoint"
+        )
         yield Finding("weights", "problem", str(problem), remedy)
         return
     broken = sum(not bool(value.isfinite().all()) for value in model.state_dict().values() if value.is_floating_point())
@@ -255,7 +254,7 @@ def checkpoints(run: Path) -> Iterator[Finding]:
 
 
 def data(run: Path) -> Iterator[Finding]:
-    """Whether the run's data is still there, the same, and readable."""
+    """Check that the run's data is still there, unchanged and readable."""
     from anechoic.config import from_json
     from anechoic.data.source import BadImage
     from anechoic.runtime.run import read_frozen_config
@@ -268,7 +267,7 @@ def data(run: Path) -> Iterator[Finding]:
         config = from_json(values)
         source = open_data(config)
     except UserError as problem:
-        yield Finding("data", "problem", str(problem), "put the data back where the run's config.json says it is")
+        yield Finding("data", "problem", str(problem), "put the data back at the path in the run's config.json")
         return
     frozen = config.data.fingerprint
     if frozen is not None and not source.has_fingerprint(frozen):
@@ -285,7 +284,7 @@ def data(run: Path) -> Iterator[Finding]:
 def ending(run: Path) -> Iterator[Finding]:
     path = run / "results.json"
     if not path.exists():
-        yield Finding("state", "note", "not finished", "the same command goes on where it stopped")
+        yield Finding("state", "note", "not finished", "the same command resumes it")
         return
     try:
         seconds = json.loads(path.read_text()).get("seconds")

@@ -1,7 +1,7 @@
-"""Training: `fit(config, run_dir)`, one loop for every objective, that goes on bit for bit where it was stopped.
+"""Training: `fit(config, run_dir)`, one loop for every objective, which resumes bit for bit where it was interrupted.
 
-It has no classes to inherit from; loss, schedule, averages and metrics are defined elsewhere.
-Progress is `seen`, the number of samples of finished updates; every interval and budget is counted in it. (Appendix A.)
+Loss, schedule, EMA and validation are defined elsewhere. Progress is `seen`, the number of samples of finished updates;
+every interval and budget is counted in it. (Appendix A.)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from anechoic.outcome import Outcome
 from anechoic.rng import SampleGenerator
 from anechoic.runtime import checkpoint
 from anechoic.runtime.determinism import freeze_garbage, reproducible
-from anechoic.runtime.devices import accelerators, check_devices
+from anechoic.runtime.devices import check_devices, num_gpus
 from anechoic.runtime.distributed import (
     World,
     all_reduce_sum,
@@ -70,12 +70,12 @@ from anechoic.training.validation import Samples, make_validator
 
 log = logging.getLogger("anechoic")
 
-# Bytes of shared memory for the queues through which a process talks to its workers.
+# Bytes of shared memory for the queues between a rank and its workers.
 QUEUES = 1 << 20
 
 
 class DivergedError(UserError):
-    """The loss or the gradient is no longer a number."""
+    """The loss or the gradient is not finite."""
 
 
 # ---- the loop
@@ -91,7 +91,7 @@ def fit(
     source: the data of the config, if it is open already; other processes open it again.
     """
     run_dir = Path(run_dir)
-    devices = number_of_processes(config, run_dir)
+    devices = number_of_ranks(config, run_dir)
     if devices > 1 and not under_launcher():
         return launch(partial(fit, verbose=verbose, brief=brief), config, run_dir, devices=devices)
 
@@ -100,7 +100,7 @@ def fit(
         stop = stack.enter_context(catch_signals(one_of_several=under_launcher()))
         world = stack.enter_context(join())
 
-        # The first process owns the run directory; all of them open the data and agree on one frozen config.
+        # Rank 0 owns the run directory; all ranks open the data and agree on one frozen config.
         opened: list[Run] = []
         broadcast(world, lambda: opened.append(stack.enter_context(Run(run_dir))))
         run = opened[0] if opened else None
@@ -117,7 +117,7 @@ def fit(
         check_labels(config, source)
         stack.enter_context(reproducible(threads=config.threads or 1, compiled=config.compile))
 
-        # Build the model, its objective, and what moves its weights. Initial weights depend on the seed alone.
+        # Build the model and its objective. Initial weights depend on the seed alone.
         torch.manual_seed(config.seed)
         model = make_model(config)
         found = broadcast(world, lambda: checkpoint.latest(run_dir / "checkpoints"))
@@ -129,14 +129,14 @@ def fit(
         model.latents = source.card.space if isinstance(source, Latents) else None
         card = checkpoint.model_card(model, preprocess)
 
-        # One forward of the model and its objective is what processes average the gradient of.
+        # Ranks average the gradient of one module: the model under its objective.
         dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
         task = Task(model, objective, seed=config.seed, compiled=config.compile)
         sharded = is_sharded(config, world)
         trained = shard(world, task, dtype=dtype) if sharded else parallel(world, task.to(world.device))
         autocast = torch.autocast(world.device.type, dtype=dtype) if dtype == torch.bfloat16 else nullcontext()
 
-        # What moves its weights, and what is kept of them.
+        # Optimizer, EMA and checkpoints.
         optimizer = make_optimizer(model, optim)
         lr_at = partial(
             learning_rate,
@@ -158,8 +158,8 @@ def fit(
             card=card,
             stack=stack,
         )
-        mirror = UnshardedCopy(world, config, model)
-        anneal = Annealing.of(model, mirror.copy, share=config.shortcut.anneal) if config.shortcut.anneal else None
+        unsharded = UnshardedCopy(world, config, model)
+        anneal = Annealing.of(model, unsharded.copy, share=config.shortcut.anneal) if config.shortcut.anneal else None
 
         # Resume: the newest good checkpoint, and the metrics up to it.
         seen, sums = 0, {"count": 0.0}
@@ -172,14 +172,14 @@ def fit(
             print(describe(config, model, run_dir, seen=seen, brief=brief), file=sys.stderr, flush=True)
         resumed = found is not None
 
-        # Data: what is trained on, in an order that is a function of (seed, seen); what is only looked at.
+        # Data: training samples in an order that is a function of (seed, seen), and held-out samples.
         train_indices, held_out_indices = hold_out(len(source), data.holdout, group=source.group_size)
         loader = make_loader(
             config,
             source,
             train_indices,
             start=seen,
-            workers=workers_with_room(config, world),
+            workers=workers_that_fit(config, world),
             rank=world.rank,
             world_size=world.size,
             device=world.device,
@@ -210,7 +210,7 @@ def fit(
             if anneal is not None:
                 anneal.set(seen / optim.samples)
 
-            # What is due at this point was done before if a checkpoint of this point was loaded.
+            # After resuming, everything due at this point was done before the checkpoint.
             if not resumed:
                 # Report the means since the last report.
                 if (
@@ -227,15 +227,15 @@ def fit(
                     progress.record(record)
                     sums, clock, clock_seen = {"count": 0.0}, now, seen
 
-                # Evaluate on held-out samples.
+                # Validate on held-out samples.
                 if data.holdout and (due(seen, config.validation.every, optim.batch_size) or done):
-                    measured = mirror.refresh()
+                    measured = unsharded.refresh()
                     if run is not None and validation is not None:
                         record = {"kind": "validation", "seen": seen, **validation.measure(measured)}
                         run.append(record)
                         progress.record(record)
 
-                # Save; a disk that refuses does not end the run.
+                # Save; a full disk does not end the run.
                 if seen and (due(seen, config.save.every, optim.batch_size) or done or stop.agreed):
                     kept: dict[str, Any] = {"sums": dict(sums)}
                     if run is not None:
@@ -244,21 +244,21 @@ def fit(
                     saved = checkpointer.save(seen=seen, state=kept, last=bool(done or stop.agreed))
                     if done and not saved:
                         raise UserError(
-                            f"The trained weights could not be saved in {run_dir}: make room there and give the same "
-                            "command again, which goes on from the last good checkpoint."
+                            f"The trained weights could not be saved in {run_dir}: free space there and run the same "
+                            "command again to resume from the last good checkpoint."
                         )
             resumed = False
 
             # Stop.
             if stop.agreed and not done:
-                barrier(world)  # a launcher may end the first process, which saves, once another has gone
+                barrier(world)  # a launcher may kill rank 0 while it saves, once another rank has exited
                 if run is not None:
-                    log.warning("Stopped after %d of %d samples; the same command goes on.", seen, optim.samples)
+                    log.warning("Interrupted after %d of %d samples; the same command resumes.", seen, optim.samples)
                 raise InterruptedRun(stop.agreed)
             if done:
                 break
 
-            # Step: the gradient of the whole batch, part by part; then the weights move.
+            # Step: accumulate the gradient over micro-batches, then update the weights.
             set_learning_rate(optimizer, lr_at(seen))
             step: dict[str, Tensor] = {}
             parts = split(next(batches), optim.accumulate)
@@ -290,30 +290,30 @@ def fit(
                 frozen_garbage = True
             progress.advance(optim.batch_size, loss=values["loss"])
 
-        # The end: the weights as a model directory, and what the run came to.
+        # Finish: write the model directory and the results.
         return broadcast(world, lambda: finish(config, run, seconds=time.perf_counter() - started))
 
 
-# ---- its parts, in the order of their use
+# ---- helpers, in the order of use
 
 
-def number_of_processes(config: Config, run_dir: Path) -> int:
-    """As asked for, else as the run began, else one per accelerator."""
+def number_of_ranks(config: Config, run_dir: Path) -> int:
+    """Return the number of ranks: as set, else as the run was started, else one per GPU."""
     before = read_frozen_config(run_dir)
-    devices = config.devices or (from_json(before).devices if before else None) or max(1, accelerators())
+    devices = config.devices or (from_json(before).devices if before else None) or max(1, num_gpus())
     if not under_launcher():
         check_devices(devices)
     return devices
 
 
 def resolve_config(config: Config, run: Run | None, source: Source, world: World) -> Config:
-    """The frozen config: every open choice made, or taken from the run that is there; another run is refused.
+    """Return the frozen config: open settings chosen, or those of the existing run; UserError if settings differ.
 
-    Only the numbers of processes, threads and workers may change: samples and their order do not depend on them.
+    Only the numbers of ranks, threads and workers may change: samples and their order do not depend on them.
     """
-    assert run is not None, "only the first process resolves"
+    assert run is not None, "only rank 0 resolves"
     if config.devices not in (None, world.size):
-        raise UserError(f"{world.size} processes were started, but devices is {config.devices}: make them equal.")
+        raise UserError(f"The launcher started {world.size} ranks, but devices is {config.devices}: make them equal.")
     asked = replace(config, devices=world.size, data=replace(config.data, fingerprint=source.fingerprint))
     saved = run.read_config()
     if saved is None:
@@ -321,7 +321,7 @@ def resolve_config(config: Config, run: Run | None, source: Source, world: World
             asked,
             size=len(source),
             fingerprint=source.fingerprint,
-            accelerators=accelerators(),
+            gpus=num_gpus(),
             cores=torch.get_num_threads(),
             workers=default_workers(*cores_and_processes()) if under_launcher() else None,
         )
@@ -330,7 +330,7 @@ def resolve_config(config: Config, run: Run | None, source: Source, world: World
         frozen = replace(frozen, data=replace(frozen.data, workers=asked.data.workers))
     if asked.threads not in (None, frozen.threads):
         log.warning(
-            "Going on with %d threads instead of %s: sums, and so the last bits, may differ.",
+            "Resuming with %d threads instead of %s: sums, and so the last bits, may differ.",
             asked.threads,
             frozen.threads,
         )
@@ -357,8 +357,8 @@ def resolve_config(config: Config, run: Run | None, source: Source, world: World
     changed = differences(frozen, adopt(asked, frozen))
     if changed:
         raise UserError(
-            f"The run {run.path} was made with other settings ({'; '.join(changed)}): give the same ones to go on with "
-            f"it, choose another directory, or start a new run from its weights with --init-from {run.path}."
+            f"The run {run.path} has other settings ({'; '.join(changed)}): use the same ones to resume it, choose "
+            f"another directory, or start a new run from its weights with --init-from {run.path}."
         )
     return frozen
 
@@ -374,7 +374,7 @@ def effect_of_ranks(config: Config, ranks: int) -> str:
 
 
 def finished(run: Run, config: Config) -> dict[str, Any] | None:
-    """What the run came to, if it has ended and everything it ended with is still there; None if it is to go on."""
+    """Return the results of a finished, intact run; None if it must be resumed."""
     if not (run.path / "results.json").exists():
         return None
     damage = run.damage()
@@ -383,7 +383,7 @@ def finished(run: Run, config: Config) -> dict[str, Any] | None:
     last = checkpoint.latest(run.checkpoints)
     if last is None or last[1]["seen"] != config.optim.samples:
         raise UserError(
-            f"The finished run {run.path} is damaged ({damage}) and has no checkpoint of its end to mend it from: "
+            f"The finished run {run.path} is damaged ({damage}) and has no final checkpoint to restore it from: "
             "restore the file from a copy, or train again in another directory."
         )
     log.warning("The finished run %s was damaged (%s); it is written again from its last checkpoint.", run.path, damage)
@@ -391,8 +391,8 @@ def finished(run: Run, config: Config) -> dict[str, Any] | None:
 
 
 def start(run: Run | None, config: Config, found: tuple[Path, dict[str, Any]] | None) -> None:
-    """Set the run directory to the checkpoint that was found, or to its beginning, and note that a process started."""
-    assert run is not None, "only the first process owns the directory"
+    """Rewind the run directory to the checkpoint, or to its beginning, and record this start."""
+    assert run is not None, "only rank 0 owns the directory"
     if found is None:
         run.rewind(None)
     else:
@@ -400,15 +400,15 @@ def start(run: Run | None, config: Config, found: tuple[Path, dict[str, Any]] | 
     run.start(to_json(config))
 
 
-def workers_with_room(config: Config, world: World) -> int:
-    """The workers asked for, or none if shared memory cannot hold the batches they prepare; results are the same."""
+def workers_that_fit(config: Config, world: World) -> int:
+    """Return the number of workers, or 0 if shared memory cannot hold their batches; results are the same."""
     data, workers = config.data, config.data.workers or 0
     batch = config.optim.batch_size // world.size * data.channels * data.image_size**2
-    # Each worker prepares two batches ahead, one is being used, queues take some; so for every process of this machine.
+    # Per rank: two batches ahead for each worker, one in use, and the queues.
     needed = (batch * (2 * workers + 1) + QUEUES) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if workers and needed > shared_room():
         log.warning(
-            "Shared memory has no room for the %d MB that %d workers hand over: images are decoded without workers. "
+            "Shared memory is too small for the %d MB that %d workers need: images are decoded without workers. "
             "A larger /dev/shm helps (docker run --shm-size).",
             needed >> 20,
             workers,
@@ -418,12 +418,12 @@ def workers_with_room(config: Config, world: World) -> int:
 
 
 class Task(nn.Module):
-    """The model under its objective, as one forward: the objective sees the bare model, the processes one module."""
+    """The model under its objective as one module."""
 
     def __init__(self, model: nn.Module, objective: Objective, *, seed: int, compiled: bool = False) -> None:
         super().__init__()
         self.model, self.objective, self.seed = model, objective, seed
-        # In a tuple, so that its weights are not counted twice; whoever looks into the model sees the one above.
+        # In a tuple, so that its weights are not registered twice.
         self.called = (torch.compile(model) if compiled else model,)
 
     def forward(self, images: Tensor, ids: Tensor, visits: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
@@ -433,13 +433,13 @@ class Task(nn.Module):
 
 
 def due(seen: int, every: int | None, batch_size: int) -> bool:
-    """Whether the last update passed a multiple of `every` samples."""
+    """Return whether the last update passed a multiple of `every` samples."""
     assert every is not None, "the config is resolved before training"
     return seen % every < batch_size
 
 
 def split(batch: Any, parts: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
-    """(images, ids, visits, labels) of each of the equal parts of a batch, in order."""
+    """Split a batch into equal micro-batches (images, ids, visits, labels)."""
     size = len(batch.ids) // parts
     columns = [
         x.split(size) if x is not None else [None] * parts
@@ -453,7 +453,7 @@ def to_device(device: torch.device, *tensors: Tensor | None) -> list[Tensor | No
 
 
 def agree(world: World, step: dict[str, Tensor], stop: Stop) -> dict[str, float]:
-    """The sums over processes of their shares of each number; on the way they learn whether one was asked to stop."""
+    """Return the sums over ranks of each number; all ranks learn whether one was asked to stop."""
     asked = torch.tensor(float(stop.asked), device=world.device)
     *values, anyone = all_reduce_sum(world, torch.stack([*(value.float() for value in step.values()), asked])).tolist()
     if anyone:
@@ -468,14 +468,14 @@ def diverged_sentence(seen: int, config: Config, run_dir: Path) -> str:
     if config.model.options.get("zero_init") is False:
         remedies.insert(0, "zero_init=true")
     return (
-        f"The loss or its gradient stopped being a number after {seen} samples; the last good checkpoint is kept in "
-        f"{run_dir}, and a new run may do with {', '.join(remedies[:-1])} or {remedies[-1]}."
+        f"The loss or its gradient is not finite after {seen} samples; the last good checkpoint is in {run_dir}. Start "
+        f"a new run with {', '.join(remedies[:-1])} or {remedies[-1]}."
     )
 
 
 def finish(config: Config, run: Run | None, *, seconds: float) -> dict[str, Any]:
-    """Write the model directory and results.json: the last values of everything that was measured."""
-    assert run is not None, "only the first process finishes"
+    """Write the model directory and results.json with the last value of every metric."""
+    assert run is not None, "only rank 0 finishes"
     try:
         run.flush()
         metrics: dict[str, Any] = {}
@@ -488,6 +488,6 @@ def finish(config: Config, run: Run | None, *, seconds: float) -> dict[str, Any]
         run.finish(results)
     except OSError as problem:
         raise UserError(
-            f"The results could not be written in {run.path} ({problem}): give the same command again."
+            f"The results could not be written in {run.path} ({problem}): run the same command again."
         ) from problem
     return results

@@ -1,7 +1,6 @@
-"""Muon: matrices move along their momentum made orthogonal, so that every direction is learned; AdamW moves the rest.
+"""Muon: orthogonalized momentum for the matrices of the body, AdamW for the rest, in one optimizer.
 
-One optimizer object for both, so that a loop, a checkpoint and a schedule need not know. Which parameters are matrices
-of the network's body is decided in optim.py. (Jordan et al. 2024; the scale of the update is that of Liu et al. 2025.)
+optim.py decides which parameters are matrices of the body. (Jordan et al. 2024; update scale of Liu et al. 2025.)
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def _iterate(x: Tensor) -> Tensor:
 
 
 def _iterate_gram(x: Tensor) -> Tensor:
-    """The same: each step multiplies x by a polynomial of x x^T, and these commute, so x itself is needed but twice."""
+    """The same: each step multiplies x by a polynomial of x x^T, and these commute, so x itself is used only twice."""
     a, b, c = QUINTIC
     gram = x @ x.mT
     product = None
@@ -76,7 +75,7 @@ class Muon(torch.optim.Optimizer):
 
     m <- momentum m + (1 - momentum) g;  n = (1 - momentum) g + momentum m;  w <- (1 - lr weight_decay) w - lr 0.2
     sqrt(max(rows, columns)) orthogonalize(n). Matrices of one shape are orthogonalized together, whatever their groups.
-    Where processes hold some rows each, n is gathered, since only a whole matrix can be made orthogonal.
+    With FSDP n is gathered, because only the full matrix can be orthogonalized.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class Muon(torch.optim.Optimizer):
         }
         super().__init__(groups, defaults)
         rest = [group for group in self.param_groups if group["algorithm"] == "adamw"]
-        # The groups are the same objects and the state is shared at each step, so this one's life shows in ours.
+        # It shares our groups and state, so that checkpoints and schedules see one optimizer.
         self.adamw = adamw(rest, lr=lr, betas=betas, eps=eps) if rest else None
 
     @torch.no_grad()

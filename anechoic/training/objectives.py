@@ -1,7 +1,7 @@
-"""What training minimizes: callables (model, batch, draws) -> {"loss": scalar, ...}, by name.
+"""Objectives: callables (model, batch, generator) -> {"loss": scalar, ...}, by name.
 
-An objective holds no state and knows no loop; whatever is random comes from the batch's draws, one stream per sample.
-A new one is a row of OBJECTIVES. (Section 4.)
+An objective has no state; its random numbers come from the batch's generator, one stream per sample. A new one is a
+row of OBJECTIVES. (Section 4.)
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def supervised(*, label_smoothing: float = 0.0) -> Objective:
 
 
 class Entry(NamedTuple):
-    """builder: "module:function", which takes the objective's options as keywords. trains: the beginning of the model's
-    name, where it cannot train any network. labels: it reads them, so the engine asks the data for them."""
+    """builder: "module:function", which takes the objective's options. trains: the required beginning of the model's
+    name. labels: whether it reads labels."""
 
     builder: str
     trains: str = ""
@@ -75,10 +75,9 @@ OBJECTIVES = {
 
 
 def make_objective(name: str, *, preprocess: Preprocess | None = None, **options: Any) -> Objective:
-    """The objective of this name; unknown names and options are refused, the nearest known one offered.
+    """Return the objective of this name; UserError for unknown names and options, with the nearest known one.
 
-    An objective that changes pixels takes the run's Preprocess by a parameter of that name, which is no option; without
-    one it can be checked, but not used.
+    An objective that changes pixels needs the run's Preprocess; without one it can be checked, but not used.
     """
     if name not in OBJECTIVES:
         raise UserError(f"There is no objective {name!r}; {nearest_name(name, OBJECTIVES)}")

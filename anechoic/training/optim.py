@@ -20,7 +20,7 @@ from anechoic.runtime.fsdp import full_tensor
 
 FIRST_LAYER = ("class_token", "positions", "patch_embed")
 BLOCK = re.compile(r"(?:^|\.)blocks\.(\d+)\.")
-# Of encoders, decoders, in and out, in the middle, and what feeds a decoder.
+# Blocks of encoders, decoders and U-shaped networks, and the skips.
 BODY = re.compile(r"(?:^|\.)(?:\w+_)?(?:blocks?|skips)\.")
 
 
@@ -34,7 +34,7 @@ def has_weight_decay(
 
 
 def layer_of(name: str, depth: int) -> int:
-    """0 for embeddings, i + 1 for block i, depth + 1 for whatever follows the blocks."""
+    """Return 0 for embeddings, i + 1 for block i, depth + 1 for everything after the blocks."""
     if name.split(".")[0] in FIRST_LAYER:
         return 0
     block = BLOCK.search(name)
@@ -42,7 +42,7 @@ def layer_of(name: str, depth: int) -> int:
 
 
 def is_body_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether Muon moves it: a matrix of a block or skip, not an embedding, token, head, norm or bias."""
+    """Return whether Muon updates it: a matrix of a block or skip, not an embedding, token, head, norm or bias."""
     return parameter.ndim == 2 and BODY.search(name) is not None
 
 
@@ -55,14 +55,14 @@ def parameter_groups(
     exempt: Sequence[str] = (),
     layer_decay: float = 1.0,
 ) -> list[dict[str, Any]]:
-    """Parameters that share algorithm, weight decay and learning-rate scale, layer_decay^(depth + 1 - layer)."""
+    """Group parameters by algorithm, weight decay and learning-rate scale, layer_decay^(depth + 1 - layer)."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not named:
         raise UserError("The model has no parameter to train.")
     depth = max((int(found[1]) + 1 for name, _ in named if (found := BLOCK.search(name))), default=0)
     if algorithm == "muon" and not any(is_body_matrix(name, parameter) for name, parameter in named):
         raise UserError(
-            "Muon moves the matrices of a transformer's blocks and this model has none: set optim.algorithm to adamw."
+            "Muon updates matrices of transformer blocks and this model has none: set optim.algorithm to adamw."
         )
     groups: dict[tuple[str, float, float], dict[str, Any]] = {}
     for name, parameter in named:
@@ -84,7 +84,7 @@ def match_scales(
     """Split the groups so that a parameter which is c times another network's moves c times as far.
 
     Its gradient is 1 / c of the other's, so the step is the same with lr * c, eps / c and weight_decay / c. factors
-    maps names to c (1 where absent), as surgery.weight_factors gives it for a network converted with preserve=True.
+    maps names to c (1 where absent), as surgery.weight_factors returns for a network converted with preserve=True.
     """
     split: list[dict[str, Any]] = []
     for group in groups:
@@ -106,7 +106,7 @@ def match_scales(
 def learning_rate(
     seen: int, *, samples: int, lr: float, warmup: float, schedule: LearningRateSchedule, min_lr: float = 0.0
 ) -> float:
-    """Rises linearly from 0 to lr over the first warmup * samples, then falls to min_lr as half a cosine, or stays."""
+    """Return a linear warm-up from 0 to lr over warmup * samples, then half a cosine to min_lr, or lr."""
     rising = warmup * samples
     if seen < rising:
         return lr * seen / rising
@@ -122,7 +122,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def gradient_norm(parameters: Iterable[Tensor], *, clip: float) -> Tensor:
-    """The L2 norm of all gradients together, before they are scaled down to norm `clip` (0: they are left alone)."""
+    """Return the L2 norm of all gradients, then scale them down to norm `clip` (0: no clipping)."""
     parameters = list(parameters)
     norm = full_tensor(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
     if clip > 0:

@@ -1,7 +1,7 @@
-"""The monitor of a run, without labels: what the network makes of samples it is never trained on.
+"""Validation during training, on held-out samples and without labels.
 
-Measures the loss with fixed masks and noise, effective rank and token norm of every block, and how strong branches are
-beside their shortcuts; k-NN only if asked for. It decides nothing. (Section 5.)
+The loss with fixed masks and noise, effective rank and token norm of every block, branches relative to their
+shortcuts; k-NN on request. (Section 5.)
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from anechoic.training.objectives import Objective
 
 
 class Samples(NamedTuple):
-    """What an objective reads: normalized images (B, C, H, W), and labels (B,) if the data has them."""
+    """A batch for an objective: normalized images (B, C, H, W), and labels (B,) if the data has them."""
 
     images: Tensor
     labels: Tensor | None
@@ -37,7 +37,7 @@ class Samples(NamedTuple):
 
 @dataclass(frozen=True)
 class Validator:
-    """Measures on held-out samples; `votes` are training samples for a k-NN test, if one is wanted."""
+    """Measures on held-out samples; `votes` are the training samples of the k-NN validation."""
 
     config: Config
     objective: Objective
@@ -46,11 +46,11 @@ class Validator:
     votes: InMemory | None
 
     def measure(self, model: Any) -> dict[str, Any]:
-        """held_out_loss (and what else the objective gives), a number per block and per Shortcut, knn_accuracy."""
+        """Return held_out_loss (and other values of the objective), values per block and per Shortcut, knn_accuracy."""
         device = next(model.parameters()).device
         record: dict[str, Any] = {f"held_out_{name}": value for name, value in self.losses(model, device).items()}
         if not reads_without_labels(model.config):
-            return record  # of its blocks nothing can be said that does not depend on the labels it is told
+            return record  # statistics of its blocks would depend on the labels
         metrics = ("statistics",) if self.votes is None else ("statistics", "knn")
         encoder = self.encoder(model)
         spec = EvalSpec(metrics, poolings=("mean",), noise=(0.0,) if isinstance(encoder, Denoiser) else ())
@@ -70,7 +70,7 @@ class Validator:
 
     @torch.no_grad()
     def losses(self, model: nn.Module, device: torch.device) -> dict[str, float]:
-        """Means over the held-out samples in eval mode; masks and noise are the same every time."""
+        """Return means over the held-out samples in eval mode, with the same masks and noise every time."""
         sums: dict[str, float] = {}
         images, labels = self.held_out.images, self.held_out.labels
         with evaluating(model):
@@ -94,12 +94,12 @@ def make_validator(
     *,
     preprocess: Preprocess,
 ) -> Validator:
-    """Reads the held-out samples, and the first training samples if a k-NN test is wanted, without augmentation."""
+    """Read the held-out samples, and the first training samples for k-NN, without augmentation."""
     held_out, votes = (
         InMemory.of(Subset(source, indices), image_size=config.data.image_size, seed=config.seed)
         if len(indices)
         else None
         for indices in (held_out_indices, train_indices[: config.validation.knn])
     )
-    assert held_out is not None, "a run without held-out samples has no monitor"
+    assert held_out is not None, "a run without held-out samples has no validation"
     return Validator(config, objective, preprocess, held_out, votes)

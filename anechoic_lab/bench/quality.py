@@ -110,7 +110,7 @@ class Race:
             devices=1,
         )
         source = open_data(config)
-        self.config = resolve(config, size=len(source), fingerprint=source.fingerprint, accelerators=0, cores=1)
+        self.config = resolve(config, size=len(source), fingerprint=source.fingerprint, gpus=0, cores=1)
         self.eval_data = (small, None) if small else ("emoji:train", "emoji:test")
         self.folder = folder
         self.count = 0

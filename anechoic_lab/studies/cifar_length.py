@@ -232,7 +232,7 @@ def folder_variants() -> dict[str, Variant]:
     found = {}
     for algorithm, lrs in FOLDER_LRS.items():
         for lr in lrs:
-            config = pretrain_config(FOLDER, size=1000, side=160, accelerators=0, algorithm=algorithm, lr=lr)
+            config = pretrain_config(FOLDER, size=1000, side=160, gpus=0, algorithm=algorithm, lr=lr)
             config = replace(
                 config,
                 data=replace(config.data, holdout=128, workers=0),

@@ -128,7 +128,7 @@ def content(run: Path) -> dict[str, object]:
     last = checkpoint.checkpoints(run / "checkpoints")[-1]
     found: dict[str, object] = {"checkpoint": last.name, "metrics": records(run)}
     files = [run / "model" / "model.safetensors", run / "model" / "config.json", last / "config.json"]
-    if checkpoint.in_parts(last):  # the order of a shard's header is random, its tensors are not
+    if checkpoint.has_shards(last):  # the order of a shard's header is random, its tensors are not
         for part in ("model", "optimizer", "ema"):
             for name, tensor in checkpoint.read_tensors(last, part).items():
                 found[f"{part}/{name}"] = tensor.numpy().tobytes()

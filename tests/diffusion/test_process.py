@@ -60,7 +60,7 @@ def test_more_noise_is_less_signal(process: Process) -> None:
 
 
 @pytest.mark.parametrize("process", ALL, ids=lambda process: process.name)
-def test_a_perfect_prediction_gives_back_data_and_noise(process: Process) -> None:
+def test_perfect_prediction_returns_data_and_noise(process: Process) -> None:
     generator = SampleGenerator(0, torch.arange(64), torch.zeros(64, dtype=torch.long))
     data, noise = (generator.normal(purpose, 3, 4, 4).double() for purpose in ("data", "noise"))
     t = process.time_of_noise(generator.uniform("level").double() * 0.9 + 0.05)

@@ -242,7 +242,7 @@ def through_scheduler(scheduler: object, network: Callable[[Tensor, Tensor], Ten
     return x
 
 
-# What numpy and diffusers say about diffusers' own code is not ours to mend.
+# Warnings of numpy and diffusers about diffusers' own code.
 PEER_WARNING = pytest.mark.filterwarnings(
     "ignore:__array__ implementation:DeprecationWarning", "ignore:.*algorithm_type:FutureWarning"
 )
@@ -262,7 +262,7 @@ def test_single_step_solver_equals_diffusers(wavy: Wavy, order: int, algorithm: 
     knots = torch.cat([scheduler.timesteps.double() + 1, torch.ones(1, dtype=torch.float64)])
     groups, begin = [], 0
     for i, k in enumerate(scheduler.order_list):
-        # order_list gives the order used at each knot: a group ends where the next order is 1 again.
+        # order_list has the order at each knot: a group ends where the next order is 1 again.
         if i + 1 == len(scheduler.order_list) or scheduler.order_list[i + 1] == 1:
             assert k == i + 1 - begin
             groups.append(knots[begin : i + 2])

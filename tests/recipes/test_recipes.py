@@ -1,4 +1,4 @@
-"""Every recipe builds, says what it costs, and the verbs that train them answer mistakes in one sentence."""
+"""Every recipe builds and states its cost, and the commands that train them report mistakes in one sentence."""
 
 import inspect
 import json
@@ -101,11 +101,11 @@ def test_a_misspelt_recipe_is_answered():
 @given(
     size=st.integers(20, 2_000_000),
     side=st.integers(8, 4000),
-    accelerators=st.integers(0, 8),
+    gpus=st.integers(0, 8),
     channels=st.integers(1, 4),
 )
-def test_any_folder_gets_a_config_that_fits(size, side, accelerators, channels):
-    config = pretrain_config("x", size=size, side=side, accelerators=accelerators, channels=channels)
+def test_any_folder_gets_a_config_that_fits(size, side, gpus, channels):
+    config = pretrain_config("x", size=size, side=side, gpus=gpus, channels=channels)
     check(config)
     assert config.data.image_size <= max(side, 2)
     assert config.optim.batch_size <= size
@@ -113,27 +113,27 @@ def test_any_folder_gets_a_config_that_fits(size, side, accelerators, channels):
 
 
 def test_rules_of_thumb():
-    assert [choose_image_size(side, accelerators=0) for side in (8, 28, 32, 50, 500)] == [8, 28, 32, 48, 64]
-    assert [choose_image_size(side, accelerators=1) for side in (32, 100, 500)] == [32, 96, 224]
+    assert [choose_image_size(side, gpus=0) for side in (8, 28, 32, 50, 500)] == [8, 28, 32, 48, 64]
+    assert [choose_image_size(side, gpus=1) for side in (32, 100, 500)] == [32, 96, 224]
     assert [choose_patch(size) for size in (8, 28, 32, 64, 96, 224)] == [2, 4, 4, 8, 8, 16]
-    assert [choose_batch(size, accelerators=0) for size in (10, 200, 1000, 10**6)] == [10, 16, 64, 128]
-    assert choose_batch(10**6, accelerators=1) == 1024
+    assert [choose_batch(size, gpus=0) for size in (10, 200, 1000, 10**6)] == [10, 16, 64, 128]
+    assert choose_batch(10**6, gpus=1) == 1024
     with pytest.raises(UserError, match="cannot be cut into patches"):
         choose_patch(31)
 
 
 def test_the_optimizer_goes_by_the_machine():
-    here, there = (pretrain_config("x", size=5000, side=64, accelerators=count).optim for count in (0, 1))
+    here, there = (pretrain_config("x", size=5000, side=64, gpus=count).optim for count in (0, 1))
     assert (here.algorithm, there.algorithm) == ("muon", "adamw")
     assert (there.lr, there.base_lr) == (None, OptimConfig().base_lr)  # the paper's
-    asked = pretrain_config("x", size=5000, side=64, accelerators=0, algorithm="adamw").optim
+    asked = pretrain_config("x", size=5000, side=64, gpus=0, algorithm="adamw").optim
     assert asked.algorithm == "adamw"
     assert asked.lr < here.lr  # each has a rate of its own
     assert [choose_pocket_lr("adamw", batch_size=batch, samples=1000) for batch in (64, 128)] == [5e-4, 1e-3]
     lengths = (10_000, 100_000, 400_000, 1_600_000)
     assert [choose_pocket_lr("muon", batch_size=64, samples=n) for n in lengths] == [8e-3, 8e-3, 4e-3, 2e-3]
-    assert pretrain_config("x", size=5000, side=64, accelerators=0, lr=0.123).optim.lr == 0.123
-    large = pretrain_config("x", size=5000, side=64, accelerators=0, model="mae_base_patch16").optim
+    assert pretrain_config("x", size=5000, side=64, gpus=0, lr=0.123).optim.lr == 0.123
+    large = pretrain_config("x", size=5000, side=64, gpus=0, model="mae_base_patch16").optim
     assert (large.algorithm, large.lr) == ("muon", None)  # the rate of the pocket size is not that of a large model
 
 
@@ -146,15 +146,15 @@ def test_alpha_min_goes_by_the_budget():
     for algorithm in ("adamw", "muon"):
         assert choose_alpha_min(100_000, algorithm=algorithm, image_size=8, skips=True) == 1.0
         assert choose_alpha_min(100_000, algorithm=algorithm, image_size=64, skips=False) == 1.0
-    assert pretrain_config("x", size=50_000, side=32, accelerators=0, epochs=50).shortcut.alpha_min == 0.6
-    short = pretrain_config("x", size=50_000, side=32, accelerators=0, epochs=10)
-    long = pretrain_config("x", size=1_281_167, side=400, accelerators=8)
+    assert pretrain_config("x", size=50_000, side=32, gpus=0, epochs=50).shortcut.alpha_min == 0.6
+    short = pretrain_config("x", size=50_000, side=32, gpus=0, epochs=10)
+    long = pretrain_config("x", size=1_281_167, side=400, gpus=8)
     assert (short.shortcut.alpha_min, long.shortcut.alpha_min) == (1.0, "auto")
-    asked = pretrain_config("x", size=50_000, side=32, accelerators=0, epochs=10, alpha_min=0.7)
+    asked = pretrain_config("x", size=50_000, side=32, gpus=0, epochs=10, alpha_min=0.7)
     assert asked.shortcut.alpha_min == 0.7
 
 
-# ---- the verbs
+# ---- the commands
 
 
 def run(capsys, *arguments):

@@ -118,7 +118,7 @@ def test_pruning(tmp_path, keep_last, keep_every, kept):
 
 
 def test_pruning_does_not_count_damaged_checkpoints(tmp_path):
-    """The good one is older than two damaged ones: it is all there is to go on from, until the run has saved twice."""
+    """The good one is older than two damaged ones: the run can only resume from it until it has saved twice."""
     for seen in (16, 32, 48):
         write_small(tmp_path, seen)
     for seen in (32, 48):
@@ -148,7 +148,7 @@ def edited(**changes):
 
 
 def flipped_without_checksums(path):
-    """What was accepted once: a flipped tensor file, and nothing that says what it should be."""
+    """A changed tensor file without a checksum."""
     flip_a_byte(path / "model.safetensors")
     edited(checksums={})(path)
 
@@ -278,7 +278,7 @@ def test_an_unfinished_run_is_loaded_from_its_newest_checkpoint(tmp_path):
     assert equal(anechoic.load(tmp_path).state_dict(), newer.state_dict())
 
 
-def test_the_card_says_what_the_network_is(tmp_path):
+def test_card_describes_the_network(tmp_path):
     path = write(tmp_path, seen=64)
     card = json.loads((path / "config.json").read_text())
     assert list(card) == ["format", "family", "config", "preprocess"]

@@ -1,4 +1,4 @@
-"""Processes of one launcher: what they agree on, how one's end is told. What they train is test_sharding's."""
+"""Ranks of one launcher: collectives, and how the failure of a rank is reported."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ from anechoic.training.loop import fit, resolve_config
 
 @pytest.mark.slow
 def test_ranks_of_any_number_see_the_same_samples_in_the_same_order():
-    """Stopped after four updates on two processes, gone on with one, two or three."""
+    """Interrupted after four updates on two ranks, resumed on one, two or three."""
 
     def ids(start, world_size):
         source = open_source("digits", channels=1)
@@ -88,8 +88,8 @@ def kill_one():
 
 
 @pytest.mark.slow
-def test_of_a_killed_process_one_sentence_is_told(capfd):
-    with pytest.raises(UserError, match=r"^Process 1 of the 2 that trained was ended by SIGKILL .*same command again"):
+def test_killed_rank_is_reported_in_one_sentence(capfd):
+    with pytest.raises(UserError, match=r"^Rank 1 of 2 was ended by SIGKILL .*same command again"):
         launch(kill_one, devices=2)
     assert capfd.readouterr() == ("", "")
 
@@ -133,7 +133,7 @@ def test_cores_are_those_of_the_machine_or_of_the_task(monkeypatch, variables, e
 
 @pytest.mark.slow
 def test_a_launched_run_has_workers_for_its_cores_and_may_change_them(tmp_path, monkeypatch, caplog):
-    """Under a launcher a process has one thread, which says nothing about its cores."""
+    """Under a launcher a rank has one thread, whatever its cores."""
     config, source, world = tiny_config(steps=2), open_source("digits", channels=1), World(0, 1, torch.device("cpu"))
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -150,7 +150,7 @@ def test_a_launched_run_has_workers_for_its_cores_and_may_change_them(tmp_path, 
 
 
 @pytest.mark.slow
-def test_a_torch_built_for_accelerators_computes_without_them(monkeypatch):
+def test_torch_built_for_gpus_computes_without_them(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     assert current_device() == own_device(1) == pick_device("auto") == torch.device("cpu")
@@ -158,11 +158,11 @@ def test_a_torch_built_for_accelerators_computes_without_them(monkeypatch):
 
 
 @pytest.mark.slow
-def test_more_processes_than_accelerators_are_refused(monkeypatch):
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     check_devices(2)
-    with pytest.raises(UserError, match="There are 2 accelerators here, so devices cannot be 3"):
+    with pytest.raises(UserError, match="This machine has 2 GPUs, so devices cannot be 3"):
         check_devices(3)
 
 

@@ -1,4 +1,4 @@
-"""Two processes, with weights in each or shared out (FSDP2), train as one does; another number goes on where they stop.
+"""Two ranks, with replicated or sharded (FSDP2) weights, train as one does; another number of ranks resumes.
 
 Everything that two processes do is done by one pair of them, and then looked at: starting them is what costs.
 """
@@ -218,7 +218,7 @@ def test_a_shared_out_run_ends_in_an_ordinary_model(root, name):
     """model/ and every checkpoint in parts give the averaged weights, those of one process to rounding."""
     run = root / name / "fsdp"
     last = checkpoint.checkpoints(run / "checkpoints")[-1]
-    assert checkpoint.in_parts(last)
+    assert checkpoint.has_shards(last)
     assert not (last / "model.safetensors").exists()
     expected, found = (anechoic.load(path).state_dict() for path in (root / name / "one", run / "model"))
     assert found.keys() == expected.keys()
@@ -244,7 +244,7 @@ def test_a_run_that_two_stopped_is_ended_by_one(root, tmp_path, how):
     losses = [[r["loss"] for r in train_records(path)] for path in (root / "mae" / "one", tmp_path / "run")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     # A process alone has nobody to share with, and writes whole files.
-    assert not checkpoint.in_parts(checkpoint.checkpoints(tmp_path / "run" / "checkpoints")[-1])
+    assert not checkpoint.has_shards(checkpoint.checkpoints(tmp_path / "run" / "checkpoints")[-1])
 
 
 def test_a_run_that_two_stopped_is_ended_by_three(root):
@@ -267,7 +267,7 @@ def samples_in_order():
 
 
 def test_parts_that_were_not_finished_or_are_damaged_do_not_count(root, tmp_path):
-    # The disk refused the second checkpoint; the run went on.
+    # The disk refused the second checkpoint; the run continued.
     saved = [int(path.name) for path in checkpoint.checkpoints(root / "muon" / "fsdp" / "checkpoints")]
     assert saved == [10 * BATCH, 30 * BATCH]
     folder = tmp_path / "checkpoints"

@@ -112,7 +112,7 @@ def test_rewinding_an_empty_run_is_nothing(tmp_path):
         assert read_metrics(tmp_path) == []
 
 
-def test_a_run_without_a_checkpoint_begins_its_metrics_anew(tmp_path):
+def test_run_without_a_checkpoint_restarts_its_metrics(tmp_path):
     with Run(tmp_path) as run:
         for record in records(0, 8):
             run.append(record)
@@ -167,12 +167,12 @@ def test_leftovers_of_a_killed_process_are_swept(tmp_path):
 
 
 def test_a_directory_stays_until_another_has_its_name(tmp_path, monkeypatch):
-    path, told = tmp_path / "model", []
+    path, seen = tmp_path / "model", []
     for content in ("first", "second"):
-        monkeypatch.setattr(files, "_delete", lambda doomed: told.append((path / "file").read_text()) or delete(doomed))
+        monkeypatch.setattr(files, "_delete", lambda doomed: seen.append((path / "file").read_text()) or delete(doomed))
         with write_aside(path, folder=True) as temporary:
             (temporary / "file").write_text(content)
-    assert told == ["second"]
+    assert seen == ["second"]
 
     def refuse(*paths):
         raise OSError(5, "Input/output error")
@@ -215,12 +215,12 @@ def test_a_changed_config_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"\xff", b'{"starts": 5, "checksum": "0"}'])
-def test_a_damaged_environment_is_begun_anew(tmp_path, content, caplog):
+def test_damaged_environment_is_replaced(tmp_path, content, caplog):
     with Run(tmp_path) as run:
         run.start({"a": 1})
         (tmp_path / "env.json").write_bytes(content)
         run.start({"a": 1})
-    assert "env.json is damaged; a new one is begun" in caplog.text
+    assert "env.json is damaged; a new one is started" in caplog.text
     assert len(read_json(tmp_path / "env.json")["starts"]) == 1
 
 
@@ -243,7 +243,7 @@ def test_lines_that_do_not_fit_wait_for_room(tmp_path):
     """The system refuses to let the file grow in the middle of a line, and later allows it."""
     done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "the run goes on and will try again" in done.stderr
+    assert "the run continues and will try again" in done.stderr
     assert [record["seen"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4]
 
 
@@ -267,7 +267,7 @@ def test_skipped_images_are_listed_once(tmp_path, caplog):
         run.list_skipped([("a.jpg", "cut short")])
     assert read_json(tmp_path / "skipped.json") == [{"name": "a.jpg", "reason": "cut short"}]
     assert len(caplog.records) == 1
-    with Run(tmp_path) as run:  # goes on, and meets only some of them again
+    with Run(tmp_path) as run:  # resumes, and meets only some of them again
         run.list_skipped([("b.jpg", "empty")])
         run.list_skipped([("b.jpg", "empty"), ("a.jpg", "cut short")])
     assert [item["name"] for item in read_json(tmp_path / "skipped.json")] == ["a.jpg", "b.jpg"]

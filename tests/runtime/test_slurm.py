@@ -35,7 +35,7 @@ def test_a_job_trains_like_the_command(tmp_path: Path, capsys) -> None:
 
 
 def submitted(folder: Path, command: tuple[str, ...], started: Callable[[], bool]) -> Any:
-    """A job of submitit's local executor that is told, once it has started, that its time is nearly over."""
+    """A job of submitit's local executor that is warned, once it has started, that its time is nearly over."""
     pytest.importorskip("submitit", reason="jobs are submitit's")
     from anechoic.runtime.slurm import submit
 
@@ -99,8 +99,15 @@ def test_a_task_of_several_keeps_all_devices_of_its_node_in_sight(monkeypatch: p
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    told = {"hostnames": ["here"], "global_rank": 3, "num_tasks": 4, "local_rank": 3, "num_nodes": 1, "node": 0}
-    task = type("Task", (), {**told, "job_id": "1"})()
+    task_fields = {
+        "hostnames": ["here"],
+        "global_rank": 3,
+        "num_tasks": 4,
+        "local_rank": 3,
+        "num_nodes": 1,
+        "node": 0,
+    }
+    task = type("Task", (), {**task_fields, "job_id": "1"})()
     monkeypatch.setattr(submitit.helpers, "JobEnvironment", lambda: task)
     given: list[dict[str, str]] = []
     monkeypatch.setattr(slurm.subprocess, "Popen", lambda command, env: given.append(env))

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 PATIENCE = 60
-# A parent with two children; each says that it runs, and when it is asked to stop. The last argument: how they answer.
+# A parent with two subprocesses; each prints when it runs and when it is asked to stop. Last argument: how they react.
 PARENT = """if True:
     import sys, time
     from anechoic.runtime.subprocesses import Subprocesses
     child = '''
 import os, signal, sys, time
 from pathlib import Path
-from anechoic.runtime.subprocesses import end_with_whoever_started_me
-end_with_whoever_started_me()
+from anechoic.runtime.subprocesses import exit_when_parent_exits
+exit_when_parent_exits()
 note = Path(sys.argv[1])
 def stop(number, frame):
     note.with_suffix(".asked").touch()
@@ -103,7 +103,7 @@ def test_children_of_a_killed_parent_save_and_end(tmp_path, family):
 
 def test_a_child_that_finds_its_parent_gone_ends_at_once():
     """Its parent died while it was being started, so the system has given it another one."""
-    code = "from anechoic.runtime.subprocesses import end_with_whoever_started_me as end; end(); print('alive')"
+    code = "from anechoic.runtime.subprocesses import exit_when_parent_exits as end; end(); print('alive')"
     environment = {**os.environ, "ANECHOIC_PARENT": str(2**22 - 1)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")

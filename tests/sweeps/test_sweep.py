@@ -64,7 +64,7 @@ def trial_of(name, config, evaluation=EVALUATION):
 # ---- which trials
 
 
-def test_every_combination_has_a_name_that_tells_it_apart():
+def test_every_combination_has_its_own_name():
     trials = vary(
         tiny(), {"shortcut.alpha_min": [0.6, 1.0], "model.options.depth": [2, 4]}, seeds=(0, 3), evaluation=EVALUATION
     )
@@ -158,7 +158,7 @@ def test_a_failing_cell_is_retried_once_and_reported_and_the_others_finish(swept
     assert printed.count("plain-seed0 done; about ") == 1
 
 
-def test_a_record_says_what_was_run_and_what_came_out(swept):
+def test_record_has_config_and_results(swept):
     folders, trials, *_ = swept
     record = read_json(folders.record(trials["plain"]))
     assert set(record) >= {"schema", "name", "variant", "config", "evaluation", "seed", "commit", "machine", "metrics"}
@@ -199,7 +199,7 @@ def test_a_second_sweep_touches_nothing(swept):
     assert state() == before
 
 
-def test_another_config_or_judge_under_the_same_name_is_not_finished(swept):
+def test_another_config_or_evaluation_under_the_same_name_is_not_finished(swept):
     folders, trials, *_ = swept
     plain, path = trials["plain"], folders.record(trials["plain"])
     assert not finished(replace(plain, config=replace(plain.config, seed=5)), path)
@@ -207,7 +207,7 @@ def test_another_config_or_judge_under_the_same_name_is_not_finished(swept):
     assert not finished(plain, path.with_name("fnord.json"))
 
 
-def test_a_changed_cell_is_trained_anew(swept):
+def test_changed_trial_is_trained_again(swept):
     """Its old run, of which the weights are gone, would be refused or would lack what is to be evaluated."""
     folders, trials, *_ = swept
     changed = replace(
@@ -294,7 +294,7 @@ def test_trials_get_one_gpu_each_and_are_pinned_to_a_core_and_thread_only_withou
     assert sweep_module.cores_for(None) == list(range(8))
     assert start(0) == {"OMP_NUM_THREADS": "1"}
     assert pinned == [(12345, {3})]
-    monkeypatch.setattr(sweep_module, "accelerators", lambda: 2)
+    monkeypatch.setattr(sweep_module, "num_gpus", lambda: 2)
     assert sweep_module.cores_for(None) == [0, 1]
     assert sweep_module.cores_for(4) == [0, 1, 2, 3]
     assert [start(slot) for slot in range(3)] == [{"CUDA_VISIBLE_DEVICES": number} for number in "010"]

@@ -1,4 +1,4 @@
-"""One trial: its JSON, its data, what the judges measure, and a record measured again."""
+"""One trial: its JSON, its data, its evaluation, and a record verified."""
 
 import contextlib
 import io
@@ -55,7 +55,7 @@ def tiny_mae(**changes):
 
 
 def is_accuracy(value, *, tested=100):
-    """Per cent, and a whole number of the tested images."""
+    """Percent, and a whole number of the test images."""
     return 0 <= value <= 100 and math.isclose(value * tested / 100, round(value * tested / 100), abs_tol=1e-3)
 
 
@@ -173,7 +173,7 @@ def test_every_layer_and_token_of_an_encoder_is_evaluated(encoder):
             assert 1 <= rank <= MAE["dim"]
     assert metrics["rank"] == metrics["layers"]["mean"]["rank"][-1]
     assert metrics["entropy"] == metrics["layers"]["mean"]["entropy"][-1]
-    assert metrics["probe_mean"] > 30  # digits can be told apart even by a hardly trained network; chance is 10
+    assert metrics["probe_mean"] > 30  # an almost untrained network classifies digits above chance, 10
     assert set(metrics["probe_layers"]) == {"0", "2"}  # there is no layer 9
     assert metrics["probe_layers"]["2"] == metrics["probe_mean"]
 
@@ -309,7 +309,7 @@ def metrics_of(record, **changes):
 
 
 @pytest.mark.slow
-def test_small_differences_are_tolerated_and_told(encoder):
+def test_small_differences_are_tolerated_and_reported(encoder):
     _, record, _ = encoder
     near = metrics_of(record, knn_mean=record["metrics"]["knn_mean"] + 1)
     found = compare(record, near)
@@ -338,7 +338,7 @@ def test_a_missing_number_or_another_fate_is_no_repetition(encoder):
 
 
 @pytest.mark.slow
-def test_a_record_without_judge_stands_by_its_loss(encoder):
+def test_record_without_evaluation_is_verified_by_its_loss(encoder):
     _, record, _ = encoder
     training = record["metrics"]["training"]
     bare = {**record, "metrics": {"diverged": False, "training": training}}

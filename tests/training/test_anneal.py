@@ -134,6 +134,6 @@ def test_factors_that_are_fixed_are_not_annealed():
 
 
 @pytest.mark.parametrize("case", ZOO)
-def test_every_network_tells_its_alphas_in_the_order_of_its_config(case):
+def test_every_network_lists_its_alphas_in_the_order_of_its_config(case):
     model = make(case, alpha_min=0.6)
     assert [shortcut.factors for shortcut in model.stream().shortcuts] == model.config.factors

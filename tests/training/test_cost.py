@@ -1,4 +1,4 @@
-"""plan against what is known and measured, doctor against faults really caused."""
+"""plan against known and measured costs, doctor against real damage."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_memory_of_muon_has_one_momentum_for_the_matrices_it_updates() -> None:
 
 
 @pytest.mark.slow
-def test_the_verb_plan(capsys) -> None:
+def test_plan_command(capsys) -> None:
     assert main(["tools", "plan", "mae_in100", "--gpus", "4", "--gpu", "t4", "--batch-size", "4096", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["metrics"]["fits"] is False

@@ -1,4 +1,4 @@
-"""Faults really caused in trainings: no process is left behind, nothing is lost, and one sentence is told."""
+"""Fault injection into trainings: no process is left behind, nothing is lost, one sentence is printed."""
 
 import os
 import random
@@ -25,7 +25,7 @@ from anechoic.training.loop import fit
 
 @pytest.mark.slow
 def test_a_launcher_killed_while_its_ranks_start_leaves_no_orphans(tmp_path):
-    """They are still importing torch then, and must not take whoever adopts them for their launcher."""
+    """They are still importing torch then, and must not mistake the process that adopts them for their launcher."""
     process = Command([*command_for(TWO), "--out", str(tmp_path / "run")])
     wait_until(lambda: len(descendants(process.pid)) >= 2, "the ranks are being started")
     time.sleep(random.random() / 2)
@@ -52,16 +52,16 @@ def test_a_killed_process_is_one_sentence(tmp_path, more, words):
             break
     else:
         pytest.fail("the run always ended before the kill")
-    told = [line for line in output.splitlines() if line.startswith("anechoic: ")]
+    messages = [line for line in output.splitlines() if line.startswith("anechoic: ")]
     assert process.returncode == 2, output
-    assert len(told) == 1
-    assert words in told[0]
+    assert len(messages) == 1
+    assert words in messages[0]
     assert "Traceback" not in output
     wait_until(lambda: not any(map(alive, everybody)), "all are gone")
 
 
 @pytest.mark.slow
-def test_a_killed_worker_is_not_told_again_when_the_others_end():
+def test_killed_worker_is_reported_once():
     """torch's handler would raise once more, out of whatever the exiting program is doing."""
     before = signal.signal(signal.SIGCHLD, lambda *_: pytest.fail("heard of it twice"))
     try:
@@ -83,7 +83,7 @@ def test_a_signal_to_the_whole_group_still_saves(tmp_path):
         if not (out / "results.json").exists():
             break
     assert process.returncode == 128 + signal.SIGTERM, output
-    assert "the same command goes on" in output
+    assert "the same command resumes" in output
     assert "Traceback" not in output
 
 

@@ -1,4 +1,4 @@
-"""The loop against a reference written in plain torch; its records, refusals and faults."""
+"""The loop against a reference written in plain torch; its records, errors and fault injection."""
 
 import errno
 import gc
@@ -130,7 +130,7 @@ def test_the_run_directory(tmp_path):
     assert anechoic.load(tmp_path).preprocess == Preprocess((0.5,), (0.5,), 8, 1)
 
 
-def test_watching(tmp_path):
+def test_validation_records(tmp_path):
     """Looks at the start, on the way and at the end; a number per layer and per shortcut; the same when repeated."""
     config = tiny_config(steps=20, validation=ValidationConfig(every=10 * BATCH, report=10 * BATCH, knn=200))
     fit(config, tmp_path)
@@ -370,7 +370,7 @@ def test_progress_on_a_log(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-# ---- faults
+# ---- fault injection
 
 
 def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_checkpoint(tmp_path):
@@ -388,7 +388,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_checkpoint(tm
     assert not (tmp_path / "results.json").exists()
 
 
-FAULT = """
+INJECTED = """
 import subprocess, sys
 sys.path.insert(0, sys.argv[3])
 from dataclasses import replace
@@ -400,32 +400,32 @@ from anechoic.training.checkpointing import Checkpointer
 from tiny_runs import BATCH, tiny_config
 from anechoic.config import SaveConfig
 
-run, fault = Path(sys.argv[1]), sys.argv[2]
+run, failure = Path(sys.argv[1]), sys.argv[2]
 run.mkdir()
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(run)], check=True)
 real, calls = Checkpointer.save, 0
 
-def save(keeper, **values):
-    # The second save meets the fault; before the third one it is put right.
+def save(checkpointer, **values):
+    # The second save fails; before the third one the disk works again.
     global calls
     calls += 1
-    folder = keeper.folder
-    if calls == 2 and fault == "full":
+    folder = checkpointer.folder
+    if calls == 2 and failure == "full":
         with open(run / "ballast", "wb", buffering=0) as file:
             try:
                 while True:
                     file.write(bytes(4096))
             except OSError:
                 pass
-    if calls == 2 and fault == "read-only":
+    if calls == 2 and failure == "read-only":
         subprocess.run(["mount", "--bind", str(folder), str(folder)], check=True)
         subprocess.run(["mount", "-o", "remount,bind,ro", str(folder)], check=True)
-    if calls == 3 and fault == "full":
+    if calls == 3 and failure == "full":
         (run / "ballast").unlink()
-    if calls == 3 and fault == "read-only":
+    if calls == 3 and failure == "read-only":
         subprocess.run(["umount", str(folder)], check=True)
     try:
-        return real(keeper, **values)
+        return real(checkpointer, **values)
     finally:
         if calls == 2:
             print("intact:", checkpoint.latest(folder)[1]["seen"], flush=True)
@@ -439,8 +439,8 @@ for name in ("metrics.jsonl", "model/model.safetensors"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["full", "read-only"])
-def test_a_disk_that_refuses_does_not_end_the_run(tmp_path, fault):
+@pytest.mark.parametrize("failure", ["full", "read-only"])
+def test_a_disk_that_refuses_does_not_end_the_run(tmp_path, failure):
     """A small file system of its own is filled, or made read-only, while the run saves; later it is put right."""
     namespace = ["unshare", "--map-root-user", "--mount"]
     allowed = subprocess.run(
@@ -449,7 +449,7 @@ def test_a_disk_that_refuses_does_not_end_the_run(tmp_path, fault):
     if allowed.returncode:
         pytest.skip("this system does not let a test mount a file system of its own")
     tests = os.path.dirname(os.path.dirname(__file__))
-    code = [sys.executable, "-c", FAULT, str(tmp_path / "run"), fault, tests, str(tmp_path)]
+    code = [sys.executable, "-c", INJECTED, str(tmp_path / "run"), failure, tests, str(tmp_path)]
     done = subprocess.run([*namespace, *code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "intact: 160" in done.stdout
@@ -474,7 +474,7 @@ def test_weights_that_cannot_be_saved_at_the_end_are_trained_again(tmp_path, mon
         return save(folder, seen=seen, **values)
 
     monkeypatch.setattr(checkpoint, "save", full)
-    with pytest.raises(UserError, match="make room there and give the same command again"):
+    with pytest.raises(UserError, match="free space there and run the same command again"):
         fit(config, tmp_path / "run")
     monkeypatch.undo()
     fit(config, tmp_path / "run")
@@ -516,7 +516,7 @@ def test_a_resnet_has_no_blocks_to_compute_again():
 
 
 @pytest.mark.parametrize("name", ["uvit_small", "sit_s_patch2"])
-def test_a_denoiser_without_a_null_label_is_watched_by_its_loss(tmp_path, name):
+def test_a_denoiser_without_a_null_label_is_validated_by_its_loss(tmp_path, name):
     options = {**SMALL, "num_classes": 10, "label_dropout": 0.0}
     config = tiny_config(
         steps=1,

@@ -93,14 +93,14 @@ def test_steps_are_those_of_torch_in_its_lower_precision(shape):
 
 def test_what_is_no_matrix_of_the_body_moves_as_with_adamw():
     model = tiny_mae()
-    twin = copy.deepcopy(model)
-    optimizers = [make_optimizer(model, OptimConfig(algorithm="muon")), make_optimizer(twin, OptimConfig())]
+    other = copy.deepcopy(model)
+    optimizers = [make_optimizer(model, OptimConfig(algorithm="muon")), make_optimizer(other, OptimConfig())]
     for step in range(3):
-        for network, optimizer in zip((model, twin), optimizers, strict=True):
+        for network, optimizer in zip((model, other), optimizers, strict=True):
             give_gradients(network, step)
             set_learning_rate(optimizer, 1e-2)
             optimizer.step()
-    moved = dict(twin.named_parameters())
+    moved = dict(other.named_parameters())
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, moved[name]) != is_body_matrix(name, parameter), name
 

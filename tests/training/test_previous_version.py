@@ -73,7 +73,7 @@ def test_model_directory_loads_and_computes_the_same() -> None:
 
 
 @pytest.mark.slow
-def test_record_is_read_under_current_names_and_gives_the_same_numbers(tmp_path: Path) -> None:
+def test_record_is_read_under_current_names_and_repeats_its_numbers(tmp_path: Path) -> None:
     record = read_record(FIXTURES / "record.json")
     trial = trial_from_json(record)
     assert finished(trial, FIXTURES / "record.json")

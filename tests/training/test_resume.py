@@ -1,4 +1,4 @@
-"""Killed, terminated or interrupted, then the same command again: bit for bit what an uninterrupted run gives."""
+"""Killed, terminated or interrupted, then the same command again: bit for bit the result of an uninterrupted run."""
 
 import os
 import random
@@ -65,7 +65,7 @@ def test_kill_and_resume(tmp_path, straight, recipe, more):
     else:
         pytest.fail("the run always ended before it was killed")
     done = run_to_the_end([*command, "--out", str(out)])
-    assert "going on after" in done.stderr
+    assert "resuming after" in done.stderr
     assert_equal_runs(straight(more, recipe=recipe), out)
     assert len(read_json(out / "env.json")["starts"]) == 2
 
@@ -92,13 +92,13 @@ def test_signals_save_and_exit_cleanly(tmp_path, straight, number):
     assert process.returncode == 128 + number, output
     # Nobody waits for anybody then: half a second on a quiet machine, where torch's own launcher took thirty.
     assert ended - (checkpoint.checkpoints(out / "checkpoints")[-1] / "state.json").stat().st_mtime < 3
-    assert "the same command goes on" in output
+    assert "the same command resumes" in output
     assert "Traceback" not in output
     wait_until(lambda: not any(map(alive, children)), "all processes are gone")
-    # It saved where it was told to stop.
+    # It saved at the update in which it was interrupted.
     saved = int(checkpoint.checkpoints(out / "checkpoints")[-1].name)
     done = run_to_the_end([*command, "--out", str(out)])
-    assert f"going on after {saved:,} samples" in done.stderr
+    assert f"resuming after {saved:,} samples" in done.stderr
     assert_equal_runs(straight(TWO), out)
 
 
@@ -114,5 +114,5 @@ def test_a_damaged_checkpoint_costs_an_interval_only(tmp_path, straight):
     done = run_to_the_end([*command, "--out", str(tmp_path / "run")])
     assert "is damaged" in done.stderr
     assert_equal_runs(straight(PLAIN), tmp_path / "run")
-    # And once more: it says that it is finished.
+    # Once more: it is finished.
     assert "was finished before" in run_to_the_end([*command, "--out", str(tmp_path / "run")]).stdout
