@@ -129,7 +129,7 @@ def find_guidance(request: Request, model: UViT | SiT) -> Guidance | None:
     if guidance.is_none:
         return None
     if model.config.num_classes is None:
-        raise UserError("guidance needs a class-conditional model: remove --guidance.")
+        raise UserError("guidance needs a class-conditional model and this one is unconditional: remove --guidance.")
     if model.config.label_dropout == 0:
         raise UserError("guidance needs a model trained with label_dropout: remove --guidance.")
     return guidance

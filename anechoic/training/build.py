@@ -119,7 +119,7 @@ def check(config: Config) -> None:
     if config.fsdp and config.compile:
         raise UserError("A compiled network cannot be sharded: set fsdp or compile to false.")
     if config.fsdp and config.shortcut.form == "learnable":
-        raise UserError("A learnable alpha is a scalar, which cannot be sharded: set fsdp to false.")
+        raise UserError("A learnable alpha is a single number, which cannot be sharded: set fsdp to false.")
     if config.fsdp and config.model.name.startswith("resnet"):
         raise UserError("Only transformers can be sharded, block by block: set fsdp to false.")
 

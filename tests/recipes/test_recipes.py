@@ -118,7 +118,7 @@ def test_rules_of_thumb():
     assert [choose_patch(size) for size in (8, 28, 32, 64, 96, 224)] == [2, 4, 4, 8, 8, 16]
     assert [choose_batch(size, gpus=0) for size in (10, 200, 1000, 10**6)] == [10, 16, 64, 128]
     assert choose_batch(10**6, gpus=1) == 1024
-    with pytest.raises(UserError, match="cannot be cut into patches"):
+    with pytest.raises(UserError, match="cannot be divided into patches"):
         choose_patch(31)
 
 
@@ -195,7 +195,7 @@ def test_a_typo_in_an_override_costs_a_second_and_names_the_nearest():
         (["train", "pocket_mae_digits", "--optim.lr", "fast"], "fast"),
         (["train", "mae_in1k"], "--data.source"),
         (["pretrain", "digits", "--channels", "1", "--devices", "0", "--out"], "devices must be at least 1"),
-        (["pretrain", "digits", "--channels", "1", "--image-size", "7", "--out"], "cannot be cut into patches"),
+        (["pretrain", "digits", "--channels", "1", "--image-size", "7", "--out"], "cannot be divided into patches"),
         (["pretrain", "digits", "--channels", "1", "--model", "vit_tiny_patch4", "--out"], "trains a mae_ model"),
         (["pretrain", "nowhere", "--out"], "There is no data"),
         (["pretrain", "digits", "--channels", "1", "--epochs", "inf", "--out"], "must be a finite number"),

@@ -337,9 +337,9 @@ def test_a_torch_that_cannot_keep_parts_is_named(tmp_path, monkeypatch):
     import_module("torch.distributed.checkpoint")
     monkeypatch.setitem(sys.modules, "torch.distributed.checkpoint.hf_storage", None)
     monkeypatch.delitem(sys.modules, "anechoic.runtime.sharded_checkpoint", raising=False)
-    with pytest.raises(UserError, match=r"needs torch 2.8 or newer, not"):
+    with pytest.raises(UserError, match=r"need torch 2.8 or newer, not"):
         check(replace(recipe("pocket_mae_digits"), fsdp=True))
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "shard-00001-model.safetensors").write_bytes(b"")
-    with pytest.raises(UserError, match=r"needs torch 2.8 or newer, not"):
+    with pytest.raises(UserError, match=r"need torch 2.8 or newer, not"):
         checkpoint.load(tmp_path)

@@ -81,7 +81,7 @@ def test_a_trial_is_its_json():
     "values", [{}, {"name": "x"}, [], {"evaluation": 3, "name": "x", "variant": "x", "config": {}}]
 )
 def test_what_is_no_trial_is_refused(values):
-    with pytest.raises(UserError, match="This is no record of a trial"):
+    with pytest.raises(UserError, match="This is not the record of a trial"):
         trial_from_json(values)
 
 

@@ -151,7 +151,7 @@ def test_little_shared_memory_is_said_and_costs_only_time(tmp_path):
     ]
     done = subprocess.run([*namespace, *command, str(tmp_path / "small")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "Shared memory has no room for the gradients" in done.stderr
+    assert "Shared memory is too small for the gradients" in done.stderr
     assert "images are decoded without workers" in done.stderr
     run_to_the_end([*command_for(TWO), "--optim.samples", str(20 * 16), "--out", str(tmp_path / "usual")])
     small, usual = (read_metrics(tmp_path / name) for name in ("small", "usual"))
@@ -200,7 +200,9 @@ def test_a_damaged_end_without_checkpoints_is_refused(tmp_path, whole):
     shutil.rmtree(run / "checkpoints")
     fit(tiny_config(steps=4, save=SaveConfig(every=2 * BATCH)), run)
     flip_a_byte(run / "model" / "model.safetensors")
-    with pytest.raises(UserError, match=r"model/model.safetensors is not what was written\) and has no checkpoint"):
+    with pytest.raises(
+        UserError, match=r"model/model.safetensors is not what was written\) and has no final checkpoint"
+    ):
         fit(tiny_config(steps=4, save=SaveConfig(every=2 * BATCH)), run)
 
 
