@@ -200,9 +200,7 @@ def test_a_damaged_end_without_checkpoints_is_refused(tmp_path, whole):
     shutil.rmtree(run / "checkpoints")
     fit(tiny_config(steps=4, save=SaveConfig(every=2 * BATCH)), run)
     flip_a_byte(run / "model" / "model.safetensors")
-    with pytest.raises(
-        UserError, match=r"model/model.safetensors is not what was written\) and has no final checkpoint"
-    ):
+    with pytest.raises(UserError, match=r"is not what was written\) and has no final"):
         fit(tiny_config(steps=4, save=SaveConfig(every=2 * BATCH)), run)
 
 
