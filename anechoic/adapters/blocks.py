@@ -177,7 +177,7 @@ def resnet_stream(model: Any) -> Stream:
 
 
 @dataclass(frozen=True)
-class Found:
+class ResidualStream:
     """A residual stream in a model: the module it runs through, its shortcuts in order, and its full description."""
 
     module: nn.Module
@@ -185,7 +185,7 @@ class Found:
     describe: Callable[[], Stream]
 
 
-def join(model: nn.Module) -> list[Found]:
+def join_blocks(model: nn.Module) -> list[ResidualStream]:
     """Exchange the class of every known block of the model, in place, and return the residual streams."""
     for package in ADAPTERS.keys() & {type(module).__module__.partition(".")[0] for module in model.modules()}:
         ADAPTERS[package].load()
@@ -219,19 +219,19 @@ def release(model: nn.Module) -> None:
             module.__class__ = plain_class(type(module))
 
 
-def find(model: nn.Module) -> list[Found]:
+def find(model: nn.Module) -> list[ResidualStream]:
     """Return the residual streams of a joined model, in the order of its modules."""
-    found: list[Found] = []
+    found: list[ResidualStream] = []
     loose: list[Any] = []
     for module in _outermost(model):
         if isinstance(module, DecayedBlock):
             loose.append(module)
         else:
-            found.append(Found(module, _shortcuts_in(module), partial(_describe, module)))
+            found.append(ResidualStream(module, _shortcuts_in(module), partial(_describe, module)))
     if loose:
         # Blocks of a model without a description: their order is that of its modules, their surroundings are unknown.
         shortcuts = [shortcut for block in loose for shortcut in _shortcuts_in(block)]
-        found.append(Found(model, shortcuts, lambda: stream_to(loose, None)))
+        found.append(ResidualStream(model, shortcuts, lambda: stream_to(loose, None)))
     return [stream for stream in found if stream.shortcuts]
 
 

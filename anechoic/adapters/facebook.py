@@ -24,7 +24,7 @@ from anechoic.adapters.tensors import (
     rename,
     require_sincos,
     shaped,
-    sizes,
+    transformer_sizes,
     width_of,
 )
 from anechoic.errors import UserError
@@ -90,7 +90,7 @@ def read_mae(tensors: Tensors, metadata: CheckpointMetadata) -> Converted:
     eps = metadata.eps(1e-6)
     config = MAEConfig(
         **patches(tensors, tables["pos_embed"].shape[1] - 1),
-        **sizes(tensors, metadata, VIT_SIZES, dim=dim, depth=depth),
+        **transformer_sizes(tensors, metadata, VIT_SIZES, dim=dim, depth=depth),
         qkv_bias="blocks.0.attn.qkv.bias" in tensors,
         gelu=metadata.gelu(),
         norm_eps=eps,
@@ -129,7 +129,7 @@ def read_sit(tensors: Tensors, metadata: CheckpointMetadata) -> Converted:
     num_classes, has_null = classes(renamed, metadata)
     config = SiTConfig(
         **patches(renamed, table.shape[1]),
-        **sizes(renamed, metadata, SIT_SIZES, dim=dim, depth=count_blocks(renamed)),
+        **transformer_sizes(renamed, metadata, SIT_SIZES, dim=dim, depth=count_blocks(renamed)),
         skips="skips.0.weight" in renamed,
         alpha_min=authors_alpha_min("decayed SiT", metadata) if decayed else alpha_min("SiT", metadata),
         num_classes=num_classes,
@@ -168,7 +168,7 @@ def read_uvit(tensors: Tensors, metadata: CheckpointMetadata) -> Converted:
     table = positions(tensors, "pos_embed", dim, num_prefix_tokens=prefix)
     config = UViTConfig(
         **patches(tensors, table.shape[1] - prefix),
-        **sizes(tensors, metadata, UVIT_SIZES, dim=dim, depth=2 * half, first="in_blocks.0"),
+        **transformer_sizes(tensors, metadata, UVIT_SIZES, dim=dim, depth=2 * half, first="in_blocks.0"),
         alpha_min=alpha_min("U-ViT", metadata),
         num_classes=num_classes,
         # The published huge models dropped a tenth of the labels, the large ones more.

@@ -116,7 +116,7 @@ def patches(tensors: Mapping[str, Tensor], count: int) -> dict[str, Any]:
     return {"in_channels": in_channels, "patch_size": patch_size, "image_size": square_side(count) * patch_size}
 
 
-def sizes(
+def transformer_sizes(
     tensors: Mapping[str, Tensor],
     metadata: CheckpointMetadata,
     published: Mapping[str, Any],

@@ -39,7 +39,7 @@ from anechoic.adapters.tensors import (
     positions,
     rename,
     shaped,
-    sizes,
+    transformer_sizes,
     width_of,
 )
 from anechoic.data.preprocess import MARGIN, Preprocess
@@ -344,7 +344,7 @@ def read_vit(tensors: Tensors, metadata: CheckpointMetadata) -> Converted:
         del used["pos_embed"]
     config = ViTConfig(
         **patches(tensors, table.shape[1] - 1),
-        **sizes(tensors, metadata, VIT_SIZES, dim=dim, depth=depth),
+        **transformer_sizes(tensors, metadata, VIT_SIZES, dim=dim, depth=depth),
         qkv_bias="blocks.0.attn.qkv.bias" in tensors,
         gelu=metadata.gelu(),
         alpha_min=alpha_min("ViT", metadata),

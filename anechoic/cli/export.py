@@ -33,11 +33,11 @@ def export(
     """
     from anechoic.runtime.checkpoint import load
     from anechoic.surgery import fold as folded
-    from anechoic.weights.exporting import encoder_of, export_model, is_decayed
+    from anechoic.weights.exporting import export_model, exported_network, is_decayed
 
     started = time.perf_counter()
     out = Path(out)
-    model = encoder_of(load(run))
+    model = exported_network(load(run))
     if fold:
         preprocess = model.preprocess
         model = folded(model)

@@ -94,7 +94,7 @@ def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
     return torch.mm(gradient.T, x)
 
 
-def joined(x: Tensor, fx: Tensor, alpha: float, beta: float) -> Tensor:
+def add_shortcut(x: Tensor, fx: Tensor, alpha: float, beta: float) -> Tensor:
     """alpha * x + beta * fx, in the memory of fx."""
     return (fx if beta == 1 else fx.mul_(beta)).add_(x, alpha=alpha)
 
@@ -120,7 +120,7 @@ class MlpBranch(torch.autograd.Function):
         hidden = product(inner, weight1, bias1)
         active = torch.nn.functional.gelu(hidden, approximate=gelu)
         ctx.save_for_backward(x, mean, deviation, inner, hidden, active, norm_weight, norm_bias, weight1, weight2)
-        return joined(x, product(active, weight2, bias2), alpha, beta)
+        return add_shortcut(x, product(active, weight2, bias2), alpha, beta)
 
     @staticmethod
     @once_differentiable
@@ -152,20 +152,20 @@ class AttentionBranch(torch.autograd.Function):
         if rows is None:
             asked, index = inner, None
             qkv = product(inner, weight, bias)
-            q, k, v = split(qkv, B, 3, heads)
+            q, k, v = split_heads(qkv, B, 3, heads)
         else:
             index = flat_rows(rows, N)
             asked = inner.index_select(0, index)
             first, others = (None, None) if bias is None else (bias[:D], bias[D:])
-            (q,) = split(product(asked, weight[:D], first), B, 1, heads)
-            k, v = split(product(inner, weight[D:], others), B, 2, heads)
+            (q,) = split_heads(product(asked, weight[:D], first), B, 1, heads)
+            k, v = split_heads(product(inner, weight[D:], others), B, 2, heads)
         heard, memory = attend(q, k, v)
         mixed = heard.transpose(1, 2).reshape(-1, D)
         inputs = (flat, mean, deviation, inner, asked, index, q, k, v, heard, memory)
         ctx.save_for_backward(*inputs, norm_weight, norm_bias, weight, proj_weight)
         kept = flat if index is None else flat.index_select(0, index)
         ctx.has_bias = bias is not None
-        return joined(kept, product(mixed, proj_weight, proj_bias), alpha, beta).view(B, -1, D)
+        return add_shortcut(kept, product(mixed, proj_weight, proj_bias), alpha, beta).view(B, -1, D)
 
     @staticmethod
     @once_differentiable
@@ -216,7 +216,7 @@ def through_attention(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, heard: 
     return of_scores @ k, of_scores.transpose(2, 3) @ q, memory.transpose(2, 3) @ gradient
 
 
-def split(x: Tensor, batch: int, parts: int, heads: int) -> tuple[Tensor, ...]:
+def split_heads(x: Tensor, batch: int, parts: int, heads: int) -> tuple[Tensor, ...]:
     """(T, parts * D) -> parts of (B, H, N, D/H)"""
     return x.view(batch, x.shape[0] // batch, parts, heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
 

@@ -49,10 +49,10 @@ def edits(stream: Stream, factors: Factors) -> Iterator[Edit]:
                 for slot in slots:
                     yield Edit(slot, 1 / ratio)
             case Read():
-                yield from read(event, ratio)
+                yield from rescale_readers(event, ratio)
             case Branch(_, reads, writer, projection):
                 (alpha, beta), (new_alpha, new_beta) = next(remaining)
-                yield from read(reads, ratio)
+                yield from rescale_readers(reads, ratio)
                 if projection is not None:
                     # alpha P(x) = ratio' alpha' P'(x'), and ratio' alpha' = ratio alpha.
                     yield Edit(projection[0], ratio)
@@ -60,7 +60,7 @@ def edits(stream: Stream, factors: Factors) -> Iterator[Edit]:
                 ratio *= alpha / new_alpha
                 yield from scale_output(writer, beta / (ratio * new_beta))
             case Restart(reads):
-                yield from read(reads, ratio)
+                yield from rescale_readers(reads, ratio)
                 ratio = 1.0
             case Tap(name):
                 taps[name] = ratio
@@ -91,7 +91,7 @@ def starting_ratio(stream: Stream, factors: Factors) -> float:
     return ratio
 
 
-def read(reads: Read, ratio: float) -> Iterator[Edit]:
+def rescale_readers(reads: Read, ratio: float) -> Iterator[Edit]:
     for norm in reads.norms:
         yield Edit(Slot(norm, "eps"), ratio**-2)
     for slot in reads.maps:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from anechoic.adapters.blocks import Found
+from anechoic.adapters.blocks import ResidualStream
 from anechoic.choices import BranchKind
 from anechoic.errors import UserError, nearest_name
 from anechoic.models.layers import zero_branch_outputs
@@ -70,8 +70,8 @@ def check_alpha_min(alpha_min: object) -> None:
 
 
 def new_factors(
-    streams: list[Found], alpha_min: AlphaMin, *, schedule: str | Sequence[float], form: str
-) -> list[tuple[Found, list[tuple[float, float]]]]:
+    streams: list[ResidualStream], alpha_min: AlphaMin, *, schedule: str | Sequence[float], form: str
+) -> list[tuple[ResidualStream, list[tuple[float, float]]]]:
     """Return each plain stream with the (alpha, beta) of its branches; a listed schedule is split among the streams."""
     counts = [len(found.shortcuts) for found in streams]
     if not isinstance(schedule, str) and len(schedule) != sum(counts):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from anechoic.adapters import blocks
-from anechoic.adapters.blocks import Found
+from anechoic.adapters.blocks import ResidualStream
 from anechoic.adapters.registry import known_blocks
 from anechoic.errors import UserError
 from anechoic.models import build
@@ -74,16 +74,16 @@ def check_network(model: Any, function: str) -> None:
         raise UserError(f"{function} takes a network (torch.nn.Module), not {kind} {model!r:.60}{by_name}.")
 
 
-def joined_streams(model: nn.Module) -> list[Found]:
+def joined_streams(model: nn.Module) -> list[ResidualStream]:
     """Return the residual streams whose branches meet in Shortcuts already."""
     if isinstance(model, Network):
-        return [Found(model, model.stream().shortcuts, model.stream)]
+        return [ResidualStream(model, model.stream().shortcuts, model.stream)]
     return blocks.find(model)
 
 
-def join_streams(model: nn.Module) -> list[Found]:
+def join_streams(model: nn.Module) -> list[ResidualStream]:
     """Return the residual streams of a model; known blocks of other libraries are joined by Shortcuts in place."""
-    found = joined_streams(model) if isinstance(model, Network) else blocks.join(model)
+    found = joined_streams(model) if isinstance(model, Network) else blocks.join_blocks(model)
     if not found:
         raise UserError(
             f"Nothing in {type(model).__name__} was recognized as a residual branch; looked for: {known_blocks()}. "
@@ -107,7 +107,7 @@ def set_factors(shortcuts: Sequence[Shortcut], factors: Factors) -> None:
         shortcut.alpha, shortcut.beta = alpha, beta
 
 
-def refactor(found: Found, factors: Factors) -> None:
+def refactor(found: ResidualStream, factors: Factors) -> None:
     """Give the shortcuts new factors and move the difference into the weights, in place."""
     stream = found.describe()
     if [id(shortcut) for shortcut in stream.shortcuts] != [id(shortcut) for shortcut in found.shortcuts]:

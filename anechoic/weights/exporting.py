@@ -45,8 +45,8 @@ class Exported(NamedTuple):
     compared: str
 
 
-def encoder_of(model: nn.Module) -> Any:
-    """What of a trained network is used afterwards."""
+def exported_network(model: nn.Module) -> Any:
+    """Return the part of a trained network that is used after training."""
     if isinstance(model, MaskedAutoencoder):
         encoder: Any = model.encoder
         encoder.preprocess = model.preprocess

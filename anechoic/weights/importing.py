@@ -51,7 +51,7 @@ class Imported:
 
 def import_checkpoint(path: Path, choices: Choices) -> Imported:
     checkpoint = read_checkpoint(path)
-    layout = recognize(checkpoint.tensors)
+    layout = recognize_layout(checkpoint.tensors)
     metadata = CheckpointMetadata(choices, checkpoint.arguments, checkpoint.settings)
     config, tensors, unused = layout.convert(layout.tensors, metadata)
     metadata.refuse_unused(layout.kind)
@@ -66,7 +66,7 @@ def import_checkpoint(path: Path, choices: Choices) -> Imported:
     return Imported(network.eval(), layout.kind, preprocess, unused, checkpoint.wrapper, metadata.assumed)
 
 
-def recognize(tensors: Tensors) -> Layout:
+def recognize_layout(tensors: Tensors) -> Layout:
     """Return the kind of checkpoint by the names that only it has."""
     refuse_relatives(tensors)
     for adapter in ADAPTERS.values():

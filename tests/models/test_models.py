@@ -15,8 +15,6 @@ from anechoic.models import MODELS, build, from_json, to_json
 from anechoic.models.layers import Block, patchify, unpatchify
 from anechoic.models.sit import ModulatedBlock
 
-pytestmark = pytest.mark.slow
-
 LATENT = {"in_channels": 4}
 
 

@@ -1,4 +1,4 @@
-"""The fast forward of a frozen transformer: equal to the plain one, whatever the threads and groups, and it forgets."""
+"""The packed forward of a frozen transformer: equal to the plain one, for any number of threads, without leaks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ import gc
 import pytest
 import torch
 from torch import Tensor
+from zoo import make
 
 from anechoic.errors import UserError
 from anechoic.eval import features
-from anechoic.models import build_model
 from anechoic.models import packed as inference
 
-pytestmark = pytest.mark.slow
-
-SMALL = {"image_size": 16, "dim": 24, "depth": 3, "num_heads": 2}
 VARIANTS = [
     {},
     {"alpha_min": 0.6},
@@ -28,15 +25,6 @@ VARIANTS = [
     {"num_classes": 5},
     {"num_classes": 5, "pool": "mean"},
 ]
-
-
-def small_vit(**options):
-    torch.manual_seed(0)
-    model = build_model("vit_tiny_patch4", **SMALL, **options).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():  # biases and norms that do something
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
 
 
 def images(count=7, size=16):
@@ -59,7 +47,7 @@ def assert_same(found, expected):
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 @pytest.mark.parametrize("poolings", [("class", "mean", "all"), ("class",)], ids=str)
 def test_every_layer_equals_the_plain_forward(options, poolings, monkeypatch):
-    model, batches = small_vit(**options), images().split(4)
+    model, batches = make("vit", **options), images().split(4)
     assert inference.is_served(model)
     for layers in ("all", (-1,), (1, 2), (0,)):
         wanted = {"layers": layers, "poolings": poolings}
@@ -67,13 +55,13 @@ def test_every_layer_equals_the_plain_forward(options, poolings, monkeypatch):
 
 
 def test_images_of_another_size(monkeypatch):
-    model, larger = small_vit(alpha_min=0.6), images(size=24)
+    model, larger = make("vit", alpha_min=0.6), images(size=24)
     assert_same(features.extract(model, [larger]), by_hooks(model, [larger], monkeypatch))
 
 
 def test_features_do_not_depend_on_the_number_of_threads(monkeypatch):
     monkeypatch.setattr(inference, "TOKENS", 40)
-    model, before = small_vit(alpha_min=0.6), torch.get_num_threads()
+    model, before = make("vit", alpha_min=0.6), torch.get_num_threads()
     found = []
     try:
         for threads in (1, 2, 3):
@@ -87,7 +75,7 @@ def test_features_do_not_depend_on_the_number_of_threads(monkeypatch):
 
 
 def test_weights_and_images_stay_as_they_were():
-    model, pixels = small_vit(alpha_min=0.6), images()
+    model, pixels = make("vit", alpha_min=0.6), images()
     weights, copy = {k: v.clone() for k, v in model.state_dict().items()}, pixels.clone()
     features.extract(model, [pixels], layers="all")
     assert torch.equal(pixels, copy)
@@ -95,25 +83,25 @@ def test_weights_and_images_stay_as_they_were():
 
 
 def test_other_models_keep_their_own_forward():
-    hooked, doubled = small_vit(), small_vit().double()
+    hooked, doubled = make("vit"), make("vit").double()
     hooked.blocks[0].register_forward_hook(lambda *_: None)
     assert not inference.is_served(hooked)
     assert not inference.is_served(doubled)
-    assert not inference.is_served(build_model("uvit_small", image_size=8, dim=24, depth=2, num_heads=2))
+    assert not inference.is_served(make("uvit"))
     with torch.autocast("cpu", torch.bfloat16):
-        assert not inference.is_served(small_vit())
+        assert not inference.is_served(make("vit"))
 
 
 def test_failed_extraction_restores_the_number_of_threads():
     before = torch.get_num_threads()
     with pytest.raises(UserError, match="Expected images of shape"):
-        features.extract(small_vit(), [images(), images()[:, :1]])
+        features.extract(make("vit"), [images(), images()[:, :1]])
     assert torch.get_num_threads() == before
 
 
 def test_a_long_embedding_keeps_nothing():
     """The number of live tensors is the same after 10 batches and after 200."""
-    model = small_vit()
+    model = make("vit")
 
     def stream():
         for _ in range(200):

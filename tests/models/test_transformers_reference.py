@@ -1,9 +1,11 @@
-"""Against transformers: its randomly initialized ViTMAE and ViT, loaded into ours, give equal states and loss."""
+"""Our networks equal transformers' randomly initialized ViTMAE and ViT in every hidden state and the loss."""
 
 import pytest
 import torch
 
-from anechoic import build_model
+from anechoic.adapters.checkpoint_metadata import CheckpointMetadata, Choices
+from anechoic.adapters.transformers import recognize
+from anechoic.models import build
 from anechoic.models.layers import patchify
 from anechoic.models.mae import mask_by_noise
 
@@ -30,35 +32,13 @@ def set_positions(mae):
     assert mae.decoder.decoder_pos_embed[0, 1].norm() > 1
 
 
-def block_weights(layer, prefix):
-    attention = [getattr(layer.attention, f"{part}_proj") for part in "qkv"]
-    weights = {
-        "attn.qkv.weight": torch.cat([part.weight for part in attention]),
-        "attn.qkv.bias": torch.cat([part.bias for part in attention]),
-    }
-    for ours, theirs in (
-        ("attn.proj", layer.attention.o_proj),
-        ("norm1", layer.layernorm_before),
-        ("norm2", layer.layernorm_after),
-        ("mlp.fc1", layer.mlp.fc1),
-        ("mlp.fc2", layer.mlp.fc2),
-    ):
-        weights |= {f"{ours}.weight": theirs.weight, f"{ours}.bias": theirs.bias}
-    return {f"{prefix}{name}": value for name, value in weights.items()}
-
-
-def encoder_weights(vit):
-    projection = vit.embeddings.patch_embeddings.projection
-    weights = {
-        "class_token": vit.embeddings.cls_token,
-        "patch_embed.proj.weight": projection.weight,
-        "patch_embed.proj.bias": projection.bias,
-        "norm.weight": vit.layernorm.weight,
-        "norm.bias": vit.layernorm.bias,
-    }
-    for i, layer in enumerate(vit.layers):
-        weights |= block_weights(layer, f"blocks.{i}.")
-    return weights
+def imported(theirs):
+    """Return our network with their weights."""
+    _, tensors, convert = recognize(theirs.state_dict())
+    config, weights, _ = convert(tensors, CheckpointMetadata(Choices(), {}, theirs.config.to_dict()))
+    ours = build(config).eval()
+    ours.load_state_dict(weights, strict=True)
+    return ours
 
 
 def hidden_states(encoder, x):
@@ -87,23 +67,8 @@ def test_masked_autoencoder(dim, depth, heads, patch, size, eps, norm_pix):
     )  # fmt: skip
     set_positions(theirs)
     shake(theirs)
-    ours = build_model(
-        "mae_tiny_patch4", patch_size=patch, dim=dim, depth=depth, num_heads=heads, image_size=size, norm_eps=eps,
-        decoder_norm_eps=eps, norm_pix=norm_pix, skips=False, decoder_dim=32, decoder_depth=2, decoder_num_heads=2,
-    ).eval()  # fmt: skip
-    decoder = theirs.decoder
-    weights = {f"encoder.{name}": value for name, value in encoder_weights(theirs.vit).items()}
-    weights["mask_token"] = decoder.mask_token
-    for mine, part in (
-        ("decoder_embed", decoder.decoder_embed),
-        ("decoder_norm", decoder.decoder_norm),
-        ("predictor", decoder.decoder_pred),
-    ):
-        weights |= {f"{mine}.weight": part.weight, f"{mine}.bias": part.bias}
-    for i, layer in enumerate(decoder.decoder_layers):
-        weights |= block_weights(layer, f"decoder_blocks.{i}.")
-    ours.load_state_dict(weights, strict=True)
-
+    ours = imported(theirs)
+    assert (ours.config.norm_eps, ours.config.norm_pix, ours.config.skips) == (eps, norm_pix, False)
     images, noise = torch.randn(3, 3, size, size), torch.rand(3, (size // patch) ** 2)
     with torch.no_grad():
         reference = theirs(images, noise=noise, output_hidden_states=True)
@@ -130,18 +95,7 @@ def test_vision_transformer(dim, depth, heads, patch, size, eps):
         patch_size=patch, layer_norm_eps=eps,
     )  # fmt: skip
     theirs = shake(transformers.ViTModel(config, add_pooling_layer=False))
-    ours = build_model(
-        f"vit_tiny_patch{patch}",
-        dim=dim,
-        depth=depth,
-        num_heads=heads,
-        image_size=size,
-        norm_eps=eps,
-        positions="learned",
-    ).eval()
-    weights = encoder_weights(theirs)
-    weights["positions"] = theirs.embeddings.position_embeddings
-    ours.load_state_dict(weights, strict=True)
+    ours = imported(theirs)
     images = torch.randn(3, 3, size, size)
     with torch.no_grad():
         reference = theirs(images, output_hidden_states=True)

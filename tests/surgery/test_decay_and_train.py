@@ -11,8 +11,6 @@ from anechoic.errors import UserError
 from anechoic.surgery import weight_factors
 from anechoic.training.optim import match_scales, parameter_groups, set_learning_rate
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def digits():
@@ -46,6 +44,7 @@ def pretrained(digits):
     return mae
 
 
+@pytest.mark.slow
 def test_matched_groups_follow_the_plain_networks_curve(pretrained, digits):
     expected = train(copy.deepcopy(pretrained), digits, steps=25, seed=1)
     decayed = decay(pretrained, 0.6, preserve=True)
@@ -53,6 +52,7 @@ def test_matched_groups_follow_the_plain_networks_curve(pretrained, digits):
     assert train(decayed, digits, steps=25, groups=groups, seed=1) == pytest.approx(expected, abs=5e-4)
 
 
+@pytest.mark.slow
 def test_without_them_the_first_step_jumps(pretrained, digits):
     expected = train(copy.deepcopy(pretrained), digits, steps=2, seed=1)
     unmatched = train(decay(pretrained, 0.6, preserve=True), digits, steps=2, seed=1)
@@ -60,6 +60,7 @@ def test_without_them_the_first_step_jumps(pretrained, digits):
     assert unmatched[1] > expected[1] + 0.05
 
 
+@pytest.mark.slow
 def test_groups_hold_every_parameter_once(pretrained):
     decayed = decay(pretrained, 0.6, preserve=True)
     factors = weight_factors(decayed)

@@ -14,10 +14,8 @@ from anechoic.cli.export import check_images
 from anechoic.data.preprocess import Preprocess
 from anechoic.errors import UserError
 from anechoic.runtime.checkpoint import load, model_card, write_model
-from anechoic.weights.exporting import TARGETS, encoder_of, export_model, largest_difference, with_final_norm
+from anechoic.weights.exporting import TARGETS, export_model, exported_network, largest_difference, with_final_norm
 from anechoic.weights.importing import Choices, import_checkpoint
-
-pytestmark = pytest.mark.slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -45,7 +43,7 @@ def network(name):
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     model.preprocess = PREPROCESS
-    return encoder_of(model.eval())
+    return exported_network(model.eval())
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +152,7 @@ def test_a_hub_folder_holds_both_networks(real_images, tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for name in NETWORKS if name not in ("mae", "vit")])
+@pytest.mark.slow
 def test_torch_export_and_safetensors_round_trips(name, real_images, tmp_path):
     model = network(name)
     for to in ("torch-export", "safetensors"):
@@ -165,6 +164,7 @@ def test_torch_export_and_safetensors_round_trips(name, real_images, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["decayed mae", "sit"])
+@pytest.mark.slow
 def test_onnx_runs_with_any_batch(name, real_images, tmp_path):
     pytest.importorskip("onnxruntime", reason="onnxruntime is what this test is about")
     exported = export_model(network(name), tmp_path / "out", to="onnx", images=real_images)
@@ -172,6 +172,7 @@ def test_onnx_runs_with_any_batch(name, real_images, tmp_path):
     assert max(exported.differences.values()) < 1e-5
 
 
+@pytest.mark.slow
 def test_photographs_agree_in_every_format(shared_data, tmp_path):
     model = network("decayed mae")
     images, _ = check_images(model, str(shared_data / "imagenette" / "val"))

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
+from anechoic.adapters.transformers import to_timm
 from anechoic.data.preprocess import Preprocess
 from anechoic.errors import UserError
 from anechoic.models.layers import sincos_positions
@@ -28,6 +29,9 @@ HF = {
     "image_size": 32,
     "patch_size": 8,
 }
+
+
+OFFICIAL_LAYER = ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
 
 
 def tensors_like(shapes, seed=0):
@@ -82,37 +86,13 @@ def test_names_of_modules_are_as_good_as_names_of_files(vit_mae, tmp_path):
 
 
 def official(theirs):
-    """The weights of transformers' ViTMAE under the names of the original MAE."""
-    state = theirs.state_dict()
-
-    def layer(ours, place):
-        parts = {}
-        for kind in ("weight", "bias"):
-            parts[f"attn.qkv.{kind}"] = torch.cat([state[f"{place}.attention.{x}_proj.{kind}"] for x in "qkv"])
-        names = {"norm1": "layernorm_before", "norm2": "layernorm_after", "attn.proj": "attention.o_proj"}
-        for mine, name in {**names, "mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}.items():
-            parts |= {f"{mine}.{kind}": state[f"{place}.{name}.{kind}"] for kind in ("weight", "bias")}
-        return {f"{ours}.{name}": value for name, value in parts.items()}
-
-    renamed = {
-        "cls_token": state["vit.embeddings.cls_token"],
-        "pos_embed": state["vit.embeddings.position_embeddings"],
-        "mask_token": state["decoder.mask_token"],
-        "decoder_pos_embed": state["decoder.decoder_pos_embed"],
-    }
-    modules = {
-        "patch_embed.proj": "vit.embeddings.patch_embeddings.projection",
-        "norm": "vit.layernorm",
-        "decoder_embed": "decoder.decoder_embed",
-        "decoder_norm": "decoder.decoder_norm",
-        "decoder_pred": "decoder.decoder_pred",
-    }
-    for ours, name in modules.items():
-        renamed |= {f"{ours}.{kind}": state[f"{name}.{kind}"] for kind in ("weight", "bias")}
-    for i in range(3):
-        renamed |= layer(f"blocks.{i}", f"vit.layers.{i}")
-    for i in range(2):
-        renamed |= layer(f"decoder_blocks.{i}", f"decoder.decoder_layers.{i}")
+    """Return the weights of transformers' ViTMAE under the names of the original MAE."""
+    renamed = to_timm(theirs.state_dict())
+    layers = [f"{blocks}.{i}" for blocks, depth in (("blocks", 3), ("decoder_blocks", 2)) for i in range(depth)]
+    modules = [f"{layer}.{name}" for layer in layers for name in OFFICIAL_LAYER]
+    modules += ["patch_embed.proj", "norm", "decoder_embed", "decoder_norm", "decoder_pred"]
+    names = {f"{module}.{kind}" for module in modules for kind in ("weight", "bias")}
+    assert set(renamed) == names | {"cls_token", "pos_embed", "mask_token", "decoder_pos_embed"}
     return renamed
 
 
