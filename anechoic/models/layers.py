@@ -23,11 +23,6 @@ from anechoic.rng import SampleGenerator
 from anechoic.shortcut import Branch, Event, Read, Shortcut, Slot, Tap
 
 
-def check_gelu(gelu: str) -> None:
-    if gelu not in ("none", "tanh"):
-        raise UserError(f"gelu must be 'none' (exact) or 'tanh', not {gelu!r}.")
-
-
 def check_images(images: Tensor, in_channels: int, size: tuple[int, int] | None = None) -> None:
     """size: the only (height, width) the network takes, where its positions are learned."""
     if images.ndim != 4 or images.shape[1] != in_channels or (size and tuple(images.shape[2:]) != size):

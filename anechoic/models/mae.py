@@ -22,7 +22,6 @@ from anechoic.models.layers import (
     Block,
     Gelu,
     as_precise_as,
-    check_gelu,
     check_images,
     patchify,
     sincos_positions,
@@ -65,7 +64,6 @@ class MAEConfig(TransformerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_gelu(self.gelu)
         check_heads(self.decoder_dim, self.decoder_num_heads)
         if not 0 <= self.mask_ratio < 1 or self.num_kept < 1:
             raise UserError(

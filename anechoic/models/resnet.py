@@ -34,8 +34,6 @@ class ResNetConfig(NetworkConfig):
             raise UserError(
                 f"num_blocks must lie in 8 to 16, not {self.num_blocks}: the third stage takes what exceeds 6."
             )
-        if self.stem not in ("auto", "cifar", "imagenet"):
-            raise UserError(f"stem must be 'auto', 'cifar' or 'imagenet', not {self.stem!r}.")
         super().__post_init__()
         if self.stem == "auto":
             object.__setattr__(self, "stem", "cifar" if max(self.size) <= 64 else "imagenet")

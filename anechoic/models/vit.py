@@ -16,14 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anechoic.choices import HeadPooling, Positions
-from anechoic.errors import UserError
 from anechoic.models.layers import (
     Block,
     Gelu,
     PatchEmbed,
     as_precise_as,
     block_norms,
-    check_gelu,
     check_images,
     patchify,
     sincos_positions,
@@ -53,14 +51,6 @@ class ViTConfig(TransformerConfig):
     num_classes: int = 0
     pool: HeadPooling = "class"
     drop_path: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_gelu(self.gelu)
-        if self.positions not in ("sincos", "learned"):
-            raise UserError(f"positions must be 'sincos' or 'learned', not {self.positions!r}.")
-        if self.pool not in ("class", "mean"):
-            raise UserError(f"pool must be 'class' or 'mean', not {self.pool!r}.")
 
 
 class VisionTransformer(Network):

@@ -264,7 +264,7 @@ def test_shortcuts_lists_what_decay_would_find(plain):
     assert not any(isinstance(module, anechoic.Shortcut) for module in model.modules())
 
 
-def test_a_model_around_the_model_is_fine(plain):
+def test_nested_models_have_a_schedule_each(plain):
     """Blocks are found wherever they are, and two networks have a schedule each."""
     pair = nn.ModuleDict({"a": copy.deepcopy(plain("timm-vit")), "b": fresh("torch-encoder")})
     infos = shortcuts(decay(pair, 0.6, preserve=True))

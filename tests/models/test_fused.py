@@ -67,7 +67,7 @@ def saved_bytes(model, *given):
     return sum(kept.values())
 
 
-def test_what_is_kept_for_the_backward_pass():
+def test_memory_saved_for_the_backward_pass():
     """Fused keeps no more than plain, decayed no more than residual, and recomputing far less than both."""
     sizes = {}
     for alpha_min in (1.0, 0.6):

@@ -48,7 +48,7 @@ def tiny(**options):
 
 @pytest.mark.parametrize("depth", [2, 4, 7])
 @pytest.mark.parametrize("alpha_min", [1.0, 0.6])
-def test_the_start(depth, alpha_min):
+def test_mae_starts_from_the_decayed_identity(depth, alpha_min):
     """At initialization: encoder output = effective decay * embedding, prediction 0, loss (n - 1) / n."""
     model = tiny(depth=depth, alpha_min=alpha_min).eval()
     images = torch.rand(3, 3, 16, 16)
@@ -61,7 +61,7 @@ def test_the_start(depth, alpha_min):
 
 
 @pytest.mark.parametrize("depth", [4, 6])
-def test_the_first_steps_wake_the_network_from_the_output_backwards(depth):
+def test_first_steps_reach_the_layers_from_the_output_backwards(depth):
     model = tiny(depth=depth, alpha_min=0.6).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     images = torch.randn(4, 3, 16, 16)
@@ -100,7 +100,7 @@ def test_training_predicts_only_hidden_patches_with_the_same_result(skips):
 
 
 @pytest.mark.parametrize("skips", [True, False])
-def test_predicting_a_part_leaves_the_other_masked_patches_out(skips):
+def test_predicting_a_part_omits_the_other_masked_patches(skips):
     """Asked for all of them, the decoder of chosen tokens is the whole one; asked for fewer, it knows no other."""
     model = make("mae", skips=skips, alpha_min=0.6).train()
     images, noise = inputs(model)

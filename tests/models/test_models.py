@@ -345,7 +345,7 @@ def test_weights_of_other_shortcuts_are_refused_before_anything_is_written(case)
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=["autocast", "weights that arrive rounded"])
 @pytest.mark.parametrize("case", ["vit-learned", "mae", "mae-without-skips", "uvit", "sit"])
-def test_branches_are_summed_in_float32_whatever_products_are_rounded_to(case, weights):
+def test_branches_are_summed_in_float32_under_rounded_products(case, weights):
     """Weights outside of blocks are rounded for the forward pass, as FSDP does on GPUs.
 
     On a CPU a norm needs weights as precise as its input.
@@ -375,6 +375,6 @@ def test_a_network_in_another_precision_stays_in_it(case, dtype):
     assert seen == [dtype]
 
 
-def test_every_meeting_of_branches_is_a_shortcut():
+def test_every_sum_of_branches_is_a_shortcut():
     for case, count in (("vit", 8), ("mae", 12), ("uvit", 10), ("sit", 8), ("resnet", 9)):
         assert sum(isinstance(module, Shortcut) for module in make(case).modules()) == count

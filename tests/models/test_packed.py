@@ -99,7 +99,7 @@ def test_failed_extraction_restores_the_number_of_threads():
     assert torch.get_num_threads() == before
 
 
-def test_a_long_embedding_keeps_nothing():
+def test_long_extraction_does_not_leak_tensors():
     """The number of live tensors is the same after 10 batches and after 200."""
     model = make("vit")
 

@@ -53,7 +53,7 @@ def test_matched_groups_follow_the_plain_networks_curve(pretrained, digits):
 
 
 @pytest.mark.slow
-def test_without_them_the_first_step_jumps(pretrained, digits):
+def test_unmatched_groups_jump_in_the_first_step(pretrained, digits):
     expected = train(copy.deepcopy(pretrained), digits, steps=2, seed=1)
     unmatched = train(decay(pretrained, 0.6, preserve=True), digits, steps=2, seed=1)
     assert unmatched[0] == pytest.approx(expected[0], abs=1e-5)

@@ -21,7 +21,7 @@ def plain():
     return lambda case: made.setdefault(case, fresh(case))
 
 
-def test_what_nobody_knows_is_refused_with_what_was_looked_for():
+def test_unknown_networks_are_refused_with_the_known_ones():
     for act in (decay, fold, shortcuts):
         with pytest.raises(UserError, match=r"Nothing in Sequential.*timm ViT.*TransformerEncoderLayer"):
             act(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))

@@ -124,7 +124,7 @@ def test_one_eps_is_a_real_error_where_the_stream_is_small(real_images, tmp_path
 
 
 @pytest.mark.parametrize("to", ["timm", "transformers"])
-def test_the_lines_in_the_readme_are_all_it_takes(to, real_images, tmp_path):
+def test_readme_code_reproduces_the_network(to, real_images, tmp_path):
     pytest.importorskip(to, reason=f"{to} is what this test is about")
     model = network("decayed mae")
     export_model(model, tmp_path / "out", to=to, images=real_images)

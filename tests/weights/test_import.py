@@ -77,7 +77,7 @@ def test_a_masked_autoencoder_of_transformers(vit_mae):
     torch.testing.assert_close(got.prediction, expected.logits, atol=1e-4, rtol=1e-4)
 
 
-def test_names_of_modules_are_as_good_as_names_of_files(vit_mae, tmp_path):
+def test_module_names_and_file_names_import_alike(vit_mae, tmp_path):
     theirs, folder = vit_mae
     torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
@@ -369,7 +369,7 @@ def test_a_file_that_unpacks_to_far_more_is_refused_before_it_does(tmp_path, mon
         imported(tmp_path / "bomb.pth")
 
 
-def test_what_does_not_fit_is_named(tmp_path):
+def test_misfitting_tensors_are_named(tmp_path):
     tensors = decayed_mae()
     del tensors["blocks.2.norm1.bias"]
     tensors["blocks.1.gamma"] = torch.ones(3)
@@ -397,7 +397,7 @@ def test_other_architectures_and_other_positions_are_refused(tmp_path):
 # ---- import: what the file itself states
 
 
-def test_alpha_0_is_not_taken_for_no_answer(tmp_path):
+def test_alpha_min_zero_is_not_taken_for_unset(tmp_path):
     torch.save(decayed_mae(), tmp_path / "decayed.pth")
     with pytest.raises(UserError, match=r"alpha must lie in \(0, 1\], not 0"):
         imported(tmp_path / "decayed.pth", alpha_min=0.0, num_heads=3, decoder_num_heads=2)
@@ -583,7 +583,7 @@ def test_u_vit(rows, conv, tmp_path):
         torch.testing.assert_close(ours.network(x, time, labels), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_other_u_vits_are_named(tmp_path):
+def test_other_u_vits_are_refused_by_name(tmp_path):
     tensors = uvit(0)
     for name, what in (("time_embed.0.weight", "an MLP behind its time token"), ("context_embed.weight", "text")):
         torch.save({**tensors, name: torch.ones(4, 4)}, tmp_path / "other.pth")
@@ -616,7 +616,7 @@ def plain_vit(**extra):
         ({"embeddings.register_tokens": (1, 4, 48)}, "register tokens"),
     ],
 )
-def test_relatives_are_said_for_what_they_are(extra, cause, tmp_path):
+def test_related_networks_are_refused_by_name(extra, cause, tmp_path):
     torch.save(plain_vit(), tmp_path / "plain.pth")
     assert imported(tmp_path / "plain.pth", num_heads=3).kind == "ViT"
     torch.save(plain_vit(**extra), tmp_path / "vit.pth")
