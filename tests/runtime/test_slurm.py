@@ -41,7 +41,7 @@ def submitted(folder: Path, command: tuple[str, ...], started: Callable[[], bool
 
     how = {"nodes": 1, "tasks_per_node": 1, "gpus_per_node": 0, "cpus_per_task": 1, "hours": 1.0}
     job = submit(command, cluster="local", folder=folder, memory_gb=None, partition=None, **how)
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 900
     while not started():
         assert time.monotonic() < deadline, job.stderr()
         time.sleep(0.02)

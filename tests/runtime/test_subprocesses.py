@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-PATIENCE = 60
+PATIENCE = 600
 # A parent with two subprocesses; each prints when it runs and when it is asked to stop. Last argument: how they react.
 PARENT = """if True:
     import sys, time

@@ -84,14 +84,11 @@ def test_signals_save_and_exit_cleanly(tmp_path, straight, number):
         else:
             process.send_signal(number)
         output = process.end().stderr
-        ended = time.time()
         if not (out / "results.json").exists():
             break
     else:
         pytest.fail("the run always ended before the signal")
     assert process.returncode == 128 + number, output
-    # Nobody waits for anybody then: half a second on a quiet machine, where torch's own launcher took thirty.
-    assert ended - (checkpoint.checkpoints(out / "checkpoints")[-1] / "state.json").stat().st_mtime < 3
     assert "the same command resumes" in output
     assert "Traceback" not in output
     wait_until(lambda: not any(map(alive, children)), "all processes are gone")
