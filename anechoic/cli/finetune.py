@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from anechoic.cli._command import training_command
 from anechoic.cli.options import Data, Devices, DryRun, ImageSize, Out, RunDirectory, Seed, Test
 from anechoic.outcome import Outcome
+
+if TYPE_CHECKING:
+    from anechoic.config import Config
+    from anechoic.data import Source
 
 
 @training_command
@@ -68,7 +72,7 @@ def finetune(
         "erase": erase,
     }
     out, train = Path(out), str(data)
-    config = finetune_config(
+    config, source = finetune_config(
         str(run),
         train,
         image_size=image_size,
@@ -80,11 +84,13 @@ def finetune(
     )
     if dry_run:
         return Outcome(to_json(config), {}, seed=seed, text=json.dumps(to_json(config), indent=2))
-    results = fit(config, out, verbose=True)
+    # The size of scenes depends on the config, so they are drawn again.
+    opened = None if train.startswith("scenes") else source
+    results = fit(config, out, verbose=True, source=opened)
     metrics: dict[str, Any] = dict(results["metrics"])
     text = f"{out} is fine-tuned: {metrics['seen']:,} samples seen"
     if test is not None:
-        metrics["accuracy"] = accuracy_on(out, train, str(test))
+        metrics["accuracy"] = accuracy_on(out, opened or train, str(test))
         text += f", top-1 on {test}: {100 * metrics['accuracy']:.2f} %"
     elif "held_out_accuracy" in metrics:
         metrics["accuracy"] = metrics["held_out_accuracy"]
@@ -102,8 +108,8 @@ def finetune_config(
     knobs: dict[str, float],
     seed: int,
     devices: int | None,
-) -> Any:
-    """Return the recipe with the encoder's sizes and shortcuts, the number of classes and the initial weights."""
+) -> tuple[Config, Source]:
+    """Return the recipe with the encoder's sizes, shortcuts and weights for these classes, and the opened data."""
     from dataclasses import replace
 
     from anechoic.config import ModelConfig, ObjectiveConfig, ShortcutConfig
@@ -145,7 +151,7 @@ def finetune_config(
         "drop_path": drop_path,
     }
     mixing = {"num_classes": num_classes, **knobs}
-    return replace(
+    config = replace(
         base,
         recipe="",
         data=replace(
@@ -174,6 +180,7 @@ def finetune_config(
         seed=seed,
         devices=devices,
     )
+    return config, source
 
 
 def named_size(encoder: Any) -> tuple[str, dict[str, Any]]:
@@ -199,7 +206,7 @@ def named_size(encoder: Any) -> tuple[str, dict[str, Any]]:
     return name, {option: value for option, value in own.items() if value != usual[option]}
 
 
-def accuracy_on(run: Path, train: str, test: str) -> float:
+def accuracy_on(run: Path, train: str | Source, test: str) -> float:
     """Return the top-1 accuracy on center crops of the test images; classes are matched by name if they have one."""
     from anechoic.eval.encoders import run_encoder
     from anechoic.eval.eval_data import open_eval_data

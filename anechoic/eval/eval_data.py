@@ -67,13 +67,9 @@ class Split:
 
 
 def open_eval_data(
-    train: str | None, test: str | None, *, holdout: float = 0.2, seed: int = 0, channels: int = 3
+    train: str | Source, test: str | None, *, holdout: float = 0.2, seed: int = 0, channels: int = 3
 ) -> EvalData:
     """Two sources, or one of which a seeded part is held out for testing."""
-    if train is None:
-        raise UserError(
-            "Data is missing: give --train SOURCE and --test SOURCE, or --train alone to hold out a part of it."
-        )
     first = open_source(train, labels=True, channels=channels)
     if test is None:
         return split(first, holdout=holdout, seed=seed)

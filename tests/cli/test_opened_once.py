@@ -76,3 +76,8 @@ def test_sample_loads_its_network_once(tmp_path, monkeypatch):
     monkeypatch.setattr(generate, "load", lambda path: loaded.append(path) or really(path))
     anechoic.sample(folder, num=2, steps=1, out=tmp_path / "made.npz")
     assert len(loaded) == 1
+
+
+def test_finetune_opens_its_folders_once(run, photos, opened, tmp_path):
+    anechoic.finetune(run, photos, test=photos, out=tmp_path / "run", epochs=1, batch_size=16, devices=1)
+    assert opened == [str(photos)] * 2  # the train and the test data

@@ -284,7 +284,7 @@ def test_the_encoder_s_weights_are_the_start(pretrained):
     from anechoic.runtime.checkpoint import start_from
     from anechoic.training.build import make_model
 
-    config = finetune_config(
+    config, _ = finetune_config(
         str(pretrained),
         "digits:train",
         image_size=None,
@@ -341,7 +341,7 @@ def test_mistakes_are_one_clear_sentence(pretrained, tmp_path, capsys):
 
 def test_a_network_of_another_program_is_named_with_the_way_in(pretrained, tmp_path):
     anechoic.export(pretrained, to="timm", out=tmp_path / "timm")
-    with pytest.raises(UserError, match=r"written for timm.*import-weights"):
+    with pytest.raises(UserError, match=r"written for timm.*anechoic import "):
         anechoic.finetune(tmp_path / "timm", "digits:train", out=tmp_path / "run")
 
 
