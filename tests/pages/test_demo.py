@@ -88,6 +88,7 @@ def test_table_has_both_arms_and_the_baselines(shown):
         assert [len(values) for values in arms.values()] == [4, 4]
 
 
+@pytest.mark.slow
 def test_arms_differ_in_alpha_min_only(shown):
     configs = [json.loads((shown / name / "config.json").read_text()) for name in ("residual", "decayed")]
     assert [config["shortcut"].pop("alpha_min") for config in configs] == [1.0, 0.6]
@@ -95,6 +96,7 @@ def test_arms_differ_in_alpha_min_only(shown):
     assert configs[0]["data"]["labels"] is False
 
 
+@pytest.mark.slow
 def test_the_page_is_whole_and_its_numbers_are_those_of_the_json(shown):
     page = (shown / "index.html").read_text()
     shape = Shape()
@@ -114,12 +116,14 @@ def test_the_page_is_whole_and_its_numbers_are_those_of_the_json(shown):
         assert 50 * ((found[0, 1] == 1).mean() + (found[1, 0] == 1).mean()) == pytest.approx(row["mean"], abs=0.01)
 
 
+@pytest.mark.slow
 def test_the_same_command_trains_nothing_again(shown, patched):
     weights = (shown / "decayed" / "model" / "model.safetensors").read_bytes()
     demo.train_arms(shown, samples=256, seed=0)
     assert (shown / "decayed" / "model" / "model.safetensors").read_bytes() == weights
 
 
+@pytest.mark.slow
 def test_another_budget_in_the_same_folder_is_refused(shown, capsys, patched):
     assert main(["demo", "--out", str(shown), "--samples", "512"]) == 2
     assert "other settings (optim.samples: 256 in the run, 512 asked for)" in capsys.readouterr().err
@@ -159,6 +163,7 @@ def test_places_agree_with_the_shares_of_retrieval():
 # ---- in a browser
 
 
+@pytest.mark.slow
 def test_picked_object_shows_its_rank(browser, shown):
     with showing(browser, shown / "index.html") as page:
         picker = json.loads(page.locator("#picker script").text_content())
@@ -186,6 +191,7 @@ def test_picked_object_shows_its_rank(browser, shown):
         assert drawn.startswith('url("blob:')
 
 
+@pytest.mark.slow
 def test_the_page_fits_a_phone_in_the_dark(browser, shown):
     with showing(browser, shown / "index.html", width=400, dark=True) as page:
         assert fits(page)
