@@ -168,7 +168,7 @@ def test_learnable_alpha_starts_at_the_schedule_and_gets_its_gradient():
     torch.testing.assert_close(shortcut.alpha.grad, x.sum())
 
 
-def test_every_form_gives_the_factors_of_the_ablation_table():
+def test_every_form_has_the_factors_of_the_ablation_table():
     kinds = ["attention", "mlp"] * 3
     alphas = linear(6, 0.6)
     assert shortcut_factors(kinds, alpha_min=0.6) == [(a, 1.0) for a in alphas]
