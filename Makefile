@@ -28,6 +28,7 @@ $(VENV)/everything: $(BIN)/python pyproject.toml constraints.txt
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tools/words.py
 
 types: install
 	$(BIN)/mypy

@@ -84,7 +84,7 @@ class DivergedError(UserError):
 def fit(
     config: Config, run_dir: str | Path, *, verbose: bool = False, brief: bool = False, source: Source | None = None
 ) -> dict[str, Any]:
-    """Train what the config says in run_dir, or go on with it, and return the content of its results.json.
+    """Train the config in run_dir, or resume it, and return the content of its results.json.
 
     A finished run returns its results at once. After SIGTERM or Ctrl-C it saves, then raises InterruptedRun. verbose
     shows the frozen config (brief: one line of it) and the progress on the standard error stream.

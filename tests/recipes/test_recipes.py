@@ -31,8 +31,6 @@ from anechoic.recipes.pretrain import (
 from anechoic.storage.files import read_json
 from anechoic.training.build import check
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize("name", table())
 def test_every_recipe_can_be_built_and_explains_itself(name):
@@ -236,6 +234,7 @@ TINY = [
 ]
 
 
+@pytest.mark.slow
 def test_pretrain_and_load(capsys, tmp_path):
     command = ["pretrain", "digits", "--channels", "1", "--epochs", "1", "--out", str(tmp_path), "--knn", "100", *TINY]
     code, text, err = run(capsys, *command)

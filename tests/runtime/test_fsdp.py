@@ -31,8 +31,6 @@ from anechoic.training.build import check, make_model, preprocess_of
 from anechoic.training.loop import Task, fit, split
 from anechoic.training.objectives import make_objective
 
-pytestmark = pytest.mark.slow
-
 BATCH, STEPS = 24, 30  # shared by one, two or three processes in two parts
 UVIT = {"patch_size": 2, "dim": 24, "depth": 2, "num_heads": 2, "num_classes": 10, "label_dropout": 0.1}
 DIGITS = {"source": "digits", "image_size": 8, "channels": 1, "holdout": 64}
@@ -182,6 +180,7 @@ def root(done):
 # ---- and what must have come of it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mae", "u-vit"])
 def test_two_processes_have_the_gradients_of_one(done, name):
     with join() as alone:
@@ -193,6 +192,7 @@ def test_two_processes_have_the_gradients_of_one(done, name):
         assert (ours - theirs).norm() <= 1e-6 * theirs.norm(), how
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "how"), [(name, how) for name in ("mae", "u-vit", "muon") for how in ("ddp", "fsdp")])
 def test_two_processes_have_the_losses_of_one(root, name, how):
     """Over thirty updates in two parts, clipped; the first process measures a whole copy of shared-out weights."""
@@ -207,12 +207,14 @@ def test_two_processes_have_the_losses_of_one(root, name, how):
     assert len(held_out[0]) == 4
 
 
+@pytest.mark.slow
 def test_bfloat16_is_shared_out_too(root):
     one, two = (train_records(path) for path in (root / "mae" / "one", root / "bfloat16" / "fsdp"))
     assert [r["loss"] for r in two] == pytest.approx([r["loss"] for r in one], rel=2e-2)
     assert [r["loss"] for r in two] != pytest.approx([r["loss"] for r in one], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mae", "u-vit"])
 def test_a_shared_out_run_ends_in_an_ordinary_model(root, name):
     """model/ and every checkpoint in parts give the averaged weights, those of one process to rounding."""
@@ -228,6 +230,7 @@ def test_a_shared_out_run_ends_in_an_ordinary_model(root, name):
         assert value.equal(kept[key])
 
 
+@pytest.mark.slow
 def test_a_shared_out_run_goes_on_bit_for_bit(root):
     """Stopped by SIGTERM between two checkpoints, and given the same command again."""
     first, again = (root / name / "model" / "model.safetensors" for name in ("mae/fsdp", "again"))
@@ -235,6 +238,7 @@ def test_a_shared_out_run_goes_on_bit_for_bit(root):
     assert len(json.loads((root / "again" / "env.json").read_text())["starts"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_a_run_that_two_stopped_is_ended_by_one(root, tmp_path, how):
     shutil.copytree(root / "stopped" / how, tmp_path / "run")
@@ -247,6 +251,7 @@ def test_a_run_that_two_stopped_is_ended_by_one(root, tmp_path, how):
     assert not checkpoint.has_shards(checkpoint.checkpoints(tmp_path / "run" / "checkpoints")[-1])
 
 
+@pytest.mark.slow
 def test_a_run_that_two_stopped_is_ended_by_three(root):
     shutil.copytree(root / "stopped", root / "three")
     launch(by_three, root, devices=3)
@@ -266,6 +271,7 @@ def samples_in_order():
     return [next(loader).ids.tolist() for _ in range(STEPS)]
 
 
+@pytest.mark.slow
 def test_parts_that_were_not_finished_or_are_damaged_do_not_count(root, tmp_path):
     # The disk refused the second checkpoint; the run continued.
     saved = [int(path.name) for path in checkpoint.checkpoints(root / "muon" / "fsdp" / "checkpoints")]
@@ -285,6 +291,7 @@ def test_parts_that_were_not_finished_or_are_damaged_do_not_count(root, tmp_path
         anechoic.load(newest)  # the marks of decay were in that part
 
 
+@pytest.mark.slow
 def test_what_cannot_be_shared_out_is_refused():
     with pytest.raises(UserError, match="compile"):
         check(tiny_config(fsdp=True, compile=True))

@@ -29,8 +29,6 @@ from anechoic.sweeps.sweep import (
 from anechoic.sweeps.trial import EvalPlan, Trial, finished, run_trial
 from anechoic.training.cost import OVERHEAD_SECONDS, training_flops
 
-pytestmark = pytest.mark.slow
-
 OPTIONS = {
     "patch_size": 4,
     "dim": 16,
@@ -144,6 +142,7 @@ def swept(tmp_path_factory):
     return folders, trials, sweep(list(trials.values()), folders, out=out), out.getvalue()
 
 
+@pytest.mark.slow
 def test_a_failing_cell_is_retried_once_and_reported_and_the_others_finish(swept):
     folders, trials, progress, printed = swept
     assert sorted(progress.done) == ["plain-seed0", "wild-seed0"]
@@ -158,6 +157,7 @@ def test_a_failing_cell_is_retried_once_and_reported_and_the_others_finish(swept
     assert printed.count("plain-seed0 done; about ") == 1
 
 
+@pytest.mark.slow
 def test_record_has_config_and_results(swept):
     folders, trials, *_ = swept
     record = read_json(folders.record(trials["plain"]))
@@ -169,6 +169,7 @@ def test_record_has_config_and_results(swept):
     assert {path.stem for path in folders.records.iterdir()} == {"plain-seed0", "wild-seed0"}
 
 
+@pytest.mark.slow
 def test_divergence_is_a_result(swept):
     folders, trials, *_ = swept
     metrics = read_json(folders.record(trials["wild"]))["metrics"]
@@ -178,6 +179,7 @@ def test_divergence_is_a_result(swept):
     assert "knn_mean" not in metrics
 
 
+@pytest.mark.slow
 def test_weights_of_evaluated_runs_are_deleted(swept):
     folders, trials, *_ = swept
     run = folders.run(trials["plain"]) / "run"
@@ -185,6 +187,7 @@ def test_weights_of_evaluated_runs_are_deleted(swept):
     assert not (run / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_a_second_sweep_touches_nothing(swept):
     folders, trials, *_ = swept
     done = [trials["plain"], trials["wild"]]
@@ -199,6 +202,7 @@ def test_a_second_sweep_touches_nothing(swept):
     assert state() == before
 
 
+@pytest.mark.slow
 def test_another_config_or_evaluation_under_the_same_name_is_not_finished(swept):
     folders, trials, *_ = swept
     plain, path = trials["plain"], folders.record(trials["plain"])
@@ -207,6 +211,7 @@ def test_another_config_or_evaluation_under_the_same_name_is_not_finished(swept)
     assert not finished(plain, path.with_name("fnord.json"))
 
 
+@pytest.mark.slow
 def test_changed_trial_is_trained_again(swept):
     """Its old run, of which the weights are gone, would be refused or would lack what is to be evaluated."""
     folders, trials, *_ = swept
@@ -237,6 +242,7 @@ def run_script(script, *arguments):
     )
 
 
+@pytest.mark.slow
 def test_a_terminated_sweep_goes_on_and_ends_with_the_same_numbers(tmp_path):
     config = tiny(updates=200, batch=32, validation=ValidationConfig(every=3200, report=320))
     trial = trial_of("long", config, replace(EVALUATION, probe=False))
