@@ -31,3 +31,9 @@ def test_version_is_the_same_everywhere():
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     released = re.findall(r"^## \[(\d[^]]*)\]", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
     assert released[0] == version
+
+
+def test_test_files_have_different_names():
+    """pytest imports them by name, so two files of one name stop the collection."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
