@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from anechoic.adapters import blocks
 from anechoic.choices import ProfileOptimizer as GroupsFor
 from anechoic.errors import UserError, nearest_name
-from anechoic.shortcut import AlphaMin, Concatenate, Read, shortcut_factors
+from anechoic.shortcut import AlphaMin, Concatenate, Read
 from anechoic.surgery.algebra import edits
+from anechoic.surgery.decay import new_factors
 from anechoic.surgery.streams import check_network, join_streams
 
 ALGORITHMS = ("adamw", "muon", "sgd", "lion")
@@ -81,14 +82,8 @@ def decay_factors(
     sketch = without_storage(model)
     names = {id(parameter): name for name, parameter in sketch.named_parameters()}
     found: dict[str, float] = {}
-    for stream in join_streams(sketch):
-        if any(shortcut.factors != (1.0, 1.0) or shortcut.learnable for shortcut in stream.shortcuts):
-            raise UserError(
-                "param_groups is for plain networks, and the shortcuts of this one are decayed already: fold it first, "
-                "or train it with ordinary parameter groups."
-            )
-        kinds = [shortcut.kind for shortcut in stream.shortcuts]
-        for slot, factor in edits(stream.describe(), shortcut_factors(kinds, alpha_min=alpha_min, schedule=schedule)):
+    for stream, new in new_factors(join_streams(sketch), alpha_min, schedule=schedule, form="identity"):
+        for slot, factor in edits(stream.describe(), new):
             part = slot.owner.part(slot.columns) if isinstance(slot.owner, SplitLinear) else slot.name
             name = names.get(id(getattr(slot.owner, part)))
             if name is None or factor == 1:

@@ -171,7 +171,7 @@ def test_split_skips_keeps_outputs_and_state_dict():
     ("make", "options", "message"),
     [
         (uvit, {}, "split_skips"),
-        (lambda: anechoic.decay(timm_vit(), 0.6), {}, "decayed already"),
+        (lambda: anechoic.decay(timm_vit(), 0.6), {}, "shortcuts are not plain"),
         (timm_vit, {"algorithm": "adam"}, "did you mean adamw"),
         (lambda: "vit_tiny", {}, "takes a network"),
         (lambda: timm_vit().requires_grad_(False), {}, "no parameter to train"),
