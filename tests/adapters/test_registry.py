@@ -85,6 +85,7 @@ def test_new_library_is_one_file_and_one_row(tmp_path, monkeypatch):
         decay(torch.nn.Linear(3, 3))
 
 
+@pytest.mark.slow
 def test_no_adapter_imports_its_library():
     code = "from anechoic.adapters.registry import ADAPTERS\nimport sys\n"
     code += "for adapter in ADAPTERS.values():\n    adapter.load()\n"

@@ -312,7 +312,7 @@ def test_sampling_mistakes_are_one_sentence(
     assert "at least 1 step" in failure(capsys, "sample", plain, "--steps", 0, *out)
     assert "choose one of heun" in failure(capsys, "sample", flow, "--sampler", "dpm-solver", *out)
     assert "at least 1" in failure(capsys, "sample", plain, "--num", 0, *out)
-    assert "1 to 2 processes" in failure(capsys, "sample", plain, "--num", 2, "--devices", 3, *out)
+    assert "1 to 2 devices" in failure(capsys, "sample", plain, "--num", 2, "--devices", 3, *out)
     assert "cannot be written as .jpg" in failure(capsys, "sample", plain, "--steps", 1, "--out", tmp_path / "x.jpg")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("")

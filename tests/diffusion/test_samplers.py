@@ -73,6 +73,7 @@ LAWS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("process", "sampler", "steps"), LAWS, ids=lambda value: getattr(value, "name", str(value)))
 def test_every_sampler_carries_noise_to_the_data_law(process: Process, sampler: str, steps: int) -> None:
     x = sampling.solve(

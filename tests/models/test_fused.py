@@ -133,6 +133,7 @@ def test_frozen_weights_and_inputs_get_no_gradient():
     assert x.grad is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [5, 90])  # attention as products, and as torch's own kernel
 def test_compiled_blocks_compute_the_same_through_the_opaque_product(tokens):
     torch.manual_seed(0)

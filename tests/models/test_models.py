@@ -81,6 +81,7 @@ def test_copies_pickles_and_saved_weights_compute_the_same(case, tmp_path):
     assert torch.equal(outputs(fresh, *arguments), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", ["vit-raw-learned", "mae", "mae-without-skips", "uvit-conditional", "sit-with-skips", "resnet"]
 )
@@ -94,6 +95,7 @@ def test_compile_and_export(case):
     torch.testing.assert_close(outputs(exported.module(), *arguments), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_compile_trains_with_the_default_backend():
     """The real code generator, once, on the model that matters most; forward and gradients."""
     model = make("mae", alpha_min=0.6).train()

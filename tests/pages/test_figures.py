@@ -88,6 +88,7 @@ def test_nothing_to_draw():
         figures.draw_dynamics({"points": [], "correlations": []}, "x")
 
 
+@pytest.mark.slow
 def test_only_pictures_need_matplotlib():
     """Evaluation does not import it."""
     code = "import sys, anechoic.eval.evaluator, anechoic.eval.segmentation; assert 'matplotlib' not in sys.modules"

@@ -99,6 +99,7 @@ def ordinary_groups(model, algorithm):
     return [{**group, "params": [names[by_name[id(p)]] for p in group["params"]]} for group in groups]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["adamw", "sgd", "muon"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_param_groups_follow_the_decayed_network(name, algorithm):
