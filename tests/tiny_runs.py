@@ -34,6 +34,7 @@ MODEL = {
     "decoder_depth": 2,
     "decoder_num_heads": 2,
 }
+SMALLEST = {**MODEL, "dim": 16, "decoder_depth": 1}
 BATCH = 32
 
 

@@ -67,3 +67,19 @@ def outputs(model: nn.Module, *arguments: Tensor) -> Tensor:
     out = model(*arguments)
     parts = list(out) if isinstance(out, tuple) else [out]
     return torch.cat([part.flatten() for part in parts])
+
+
+def tiny_vae(**options):
+    """Return diffusers' autoencoder with a few random weights: 16 pixels to 4 channels of 8 x 8 latents."""
+    from diffusers import AutoencoderKL
+
+    torch.manual_seed(0)
+    return AutoencoderKL(
+        block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+        norm_num_groups=4,
+        sample_size=16,
+        **options,
+    )

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from zoo import tiny_vae
 
 import anechoic
 from anechoic.cli.main import main
@@ -33,18 +34,7 @@ from anechoic.training.validation import Samples
 @pytest.fixture(scope="module")
 def vae_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four latent channels, sides halved once."""
-    from diffusers import AutoencoderKL
-
-    torch.manual_seed(0)
-    vae = AutoencoderKL(
-        block_out_channels=(8, 8),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        latent_channels=4,
-        norm_num_groups=4,
-        sample_size=16,
-        scaling_factor=0.18215,
-    )
+    vae = tiny_vae(scaling_factor=0.18215)
     folder = tmp_path_factory.mktemp("vae")
     vae.save_pretrained(folder)
     return folder

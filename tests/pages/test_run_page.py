@@ -8,6 +8,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+from tiny_runs import SMALLEST
 
 import anechoic
 from anechoic.cli.main import main
@@ -22,22 +23,13 @@ from anechoic.runtime.run import read_metrics
 from anechoic.server.page import status_of
 from anechoic.training.loop import fit
 
-MODEL = {
-    "patch_size": 2,
-    "dim": 16,
-    "depth": 2,
-    "num_heads": 2,
-    "decoder_dim": 16,
-    "decoder_depth": 1,
-    "decoder_num_heads": 2,
-}
-TINY = [f"{name}={value}" for name, value in MODEL.items()]
+TINY = [f"{name}={value}" for name, value in SMALLEST.items()]
 
 
 def config(*, alpha_min=1.0, seed=0):
     return Config(
         data=DataConfig(source="digits", image_size=8, channels=1, holdout=64, flip=False),
-        model=ModelConfig("mae_tiny_patch4", MODEL),
+        model=ModelConfig("mae_tiny_patch4", SMALLEST),
         shortcut=ShortcutConfig(alpha_min=alpha_min),
         optim=OptimConfig(batch_size=64, samples=64 * 24, lr=2e-3),
         validation=ValidationConfig(every=64 * 6, report=64 * 6),

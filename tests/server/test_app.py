@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from serving import jpeg, make_pictures, png, serving, small_config, start_training, wait_for
+from serving import jpeg, png, serving, small_config, start_training, wait_for
 
 import anechoic
 from anechoic.config import DataConfig, ModelConfig, ObjectiveConfig, OptimConfig, SaveConfig
@@ -28,25 +28,6 @@ from anechoic.runtime.run import Run, holder, read_metrics
 from anechoic.server.control import Control
 from anechoic.server.inference import hidden_patches
 from anechoic.training.loop import fit
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    path = tmp_path_factory.mktemp("served") / "run"
-    fit(small_config(), path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def client(run):
-    with serving(run) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
-    return make_pictures(tmp_path_factory.mktemp("pictures"))
-
 
 # ---- the network
 

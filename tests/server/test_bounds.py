@@ -12,33 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from serving import BOUNDARY, FORM, make_pictures, png, serving, small_config, wait_for
+from serving import BOUNDARY, FORM, png, serving, wait_for
 
 from anechoic.cli.main import main
 from anechoic.errors import UserError
 from anechoic.server.middleware import ImpatientProtocol, Limits, is_local
 from anechoic.server.server import check_token, listen
 from anechoic.server.worker import Busy, Worker
-from anechoic.training.loop import fit
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    path = tmp_path_factory.mktemp("served") / "run"
-    fit(small_config(), path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def client(run):
-    with serving(run) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
-    return make_pictures(tmp_path_factory.mktemp("pictures"))
-
 
 # ---- bounds
 

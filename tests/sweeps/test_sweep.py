@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from tiny_runs import SMALLEST
 
 from anechoic.config import Config, DataConfig, ModelConfig, OptimConfig, SaveConfig, ShortcutConfig, ValidationConfig
 from anechoic.errors import UserError
@@ -29,15 +30,7 @@ from anechoic.sweeps.sweep import (
 from anechoic.sweeps.trial import EvalPlan, Trial, finished, run_trial
 from anechoic.training.cost import OVERHEAD_SECONDS, training_flops
 
-OPTIONS = {
-    "patch_size": 4,
-    "dim": 16,
-    "depth": 2,
-    "num_heads": 2,
-    "decoder_dim": 16,
-    "decoder_depth": 1,
-    "decoder_num_heads": 2,
-}
+OPTIONS = {**SMALLEST, "patch_size": 4}
 EVALUATION = EvalPlan("digits:train", "digits:test", max_train=100, max_test=60)
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_runs import MODEL
 
 from anechoic.errors import UserError
 from anechoic.models import build_model
@@ -10,15 +11,7 @@ from anechoic.rng import SampleGenerator
 from anechoic.training.objectives import OBJECTIVES, make_objective
 from anechoic.training.validation import Samples
 
-MAE = {
-    "image_size": 16,
-    "dim": 24,
-    "depth": 2,
-    "num_heads": 2,
-    "decoder_dim": 16,
-    "decoder_depth": 2,
-    "decoder_num_heads": 2,
-}
+MAE = {name: value for name, value in MODEL.items() if name != "patch_size"} | {"image_size": 16}
 
 
 @pytest.fixture
