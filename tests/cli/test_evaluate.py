@@ -189,7 +189,8 @@ def test_embedding_to_every_format(digits_run, tmp_path):
     for suffix in ("npz", "parquet", "csv"):
         found = answer("embed", digits_run, "digits:test", "-o", tmp_path / f"out.{suffix}", "--layer", 1)
         assert (found["layer"], found["pooling"], found["dim"]) == ("1", "class", 24)
-    packed = np.load(tmp_path / "out.npz")
+    with np.load(tmp_path / "out.npz") as file:
+        packed = dict(file)
     assert (str(packed["layer"]), str(packed["pooling"])) == ("1", "class")
     source = open_source("digits:test", channels=1)
     assert packed["names"].tolist() == [source.name(i) for i in range(len(source))]
@@ -298,7 +299,8 @@ def test_unreadable_images_are_left_out_and_counted(digits_run, tmp_path):
     (tmp_path / "05.png").write_bytes(b"no image")
     found = answer("embed", digits_run, tmp_path, "-o", tmp_path / "out.npz")
     assert (found["vectors"], [item["name"] for item in found["skipped"]]) == (11, ["05.png"])
-    packed = np.load(tmp_path / "out.npz")
+    with np.load(tmp_path / "out.npz") as file:
+        packed = dict(file)
     assert len(packed["features"]) == 11
     assert not any("05.png" in name for name in packed["names"])
 
