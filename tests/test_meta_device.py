@@ -23,7 +23,7 @@ from anechoic.config import OptimConfig
 from anechoic.data.preprocess import Preprocess
 from anechoic.diffusion.process import PROCESSES
 from anechoic.diffusion.samplers import SAMPLERS, Guidance, sample_batch
-from anechoic.errors import UserError
+from anechoic.errors import NotFiniteError, UserError
 from anechoic.eval import features, frechet, projections
 from anechoic.eval.metrics import echo, knn, logistic, probe_heads, rank
 from anechoic.rng import SampleGenerator
@@ -64,11 +64,11 @@ class Reads(TorchDispatchMode):
         name = func.overloadpacket.__name__
         source = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if source is not None and source.device == META:
-            if name in ("_local_scalar_dense", "equal"):
+            if name in ("_local_scalar_dense", "item", "is_nonzero", "equal"):
                 self.note()
                 return (
                     self.truth
-                    if name == "equal" or source.dtype == torch.bool
+                    if name in ("equal", "is_nonzero") or source.dtype == torch.bool
                     else 1.0
                     if source.is_floating_point()
                     else 1
@@ -213,9 +213,14 @@ def test_feature_extraction(reads: Reads, case: str) -> None:
     model = network(case)
     images = images_for(model)
     forward = None if case != "uvit" else lambda x: model(x, torch.zeros(B, device=META))
-    (found,) = features.extract_batches(
+    batches = features.extract_batches(
         model, [images], layers="all", poolings=features.poolings_of(model), forward=forward
     )
+    if not reads.truth:  # then the features are not finite
+        with pytest.raises(NotFiniteError):
+            next(batches)
+        return
+    (found,) = batches
     assert all(value.device == META and len(value) == B for value in found.values())
 
 

@@ -116,7 +116,7 @@ def disturb(training: Training, name: str) -> str:
         assert is_refusal(code, words), words
         return "refused"
     expected = (0, 128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
-    killed = is_refusal(code, words) and ("was ended by" in words or "was ended from outside" in words)
+    killed = is_refusal(code, words) and ("was ended by" in words or "was killed" in words)
     full = is_refusal(code, words) and name in WITH_A_DISK_OF_ITS_OWN
     assert code in expected or killed or full, f"{name}: exit code {code}\n{words}"
     assert "Traceback" not in words, f"{name}\n{words}"

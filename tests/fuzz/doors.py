@@ -391,20 +391,23 @@ def enter_masks(path: Path) -> str:
 
 
 def make_index(folder: Path) -> None:
+    from anechoic.data.decoding import decoders
     from anechoic.index.index import Part, write
+    from anechoic.storage.cache import OpenEntry
 
     rows, vectors = np.arange(5), np.random.default_rng(0).normal(size=(5, 8)).astype(np.float32)
     (folder / "index").mkdir()
     keys = [bytes([row]) * 16 for row in range(5)]
-    card = {"encoder": "this one", "bad": {"ff" * 16: ["torn.jpg", "it is cut off"]}}
-    write(folder / "index", rows, [Part(vectors, rows, rows)], keys, card)
+    notes = {"encoder": "this one", "bad": {"ff" * 16: ["torn.jpg", "it is cut off"]}, "decoders": decoders()}
+    write(OpenEntry(folder / "index", "a seed"), rows, [Part(vectors, rows, rows)], keys, temporary=[], **notes)
 
 
 def enter_index(path: Path) -> str:
     """A corrupted index is never an error: it is rebuilt, with a reason."""
     from anechoic.index.index import Searchable, read
+    from anechoic.storage.cache import OpenEntry
 
-    known, reason = read(path, "this one")
+    known, reason = read(OpenEntry(path, ""), "this one")
     if known is None:
         return reason
     return str(len(Searchable.of(known.vectors, "standardized").nearest(known.vectors, k=1).indices) == len(known.keys))

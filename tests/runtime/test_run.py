@@ -228,14 +228,14 @@ FULL = """
 import resource, sys
 from anechoic.runtime.run import Run, read_metrics
 with Run(sys.argv[1]) as run:
-    run.append({"seen": 1})
+    run.append({"kind": "train", "seen": 1})
     size = (run.path / "metrics.jsonl").stat().st_size
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 5, resource.RLIM_INFINITY))
-    run.append({"seen": 2})
-    run.append({"seen": 3})
+    run.append({"kind": "train", "seen": 2})
+    run.append({"kind": "train", "seen": 3})
     assert [r["seen"] for r in read_metrics(run.path)] == [1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    run.append({"seen": 4})
+    run.append({"kind": "train", "seen": 4})
 """
 
 
