@@ -51,13 +51,13 @@ def examine(run: Path | None = None) -> list[Finding]:
 
 def versions() -> Iterator[Finding]:
     torch_version = package_version("torch") or "none"
-    old = tuple(int(part) for part in torch_version.split(".")[:2] if part.isdigit()) < (2, 6)
+    old = tuple(int(part) for part in torch_version.split(".")[:2] if part.isdigit()) < (2, 9)
     python = ".".join(map(str, sys.version_info[:3]))
     yield Finding(
         "versions",
         "problem" if old else "ok",
         f"anechoic {package_version('anechoic')}, Python {python}, torch {torch_version}",
-        'install a newer torch: pip install "torch>=2.6"' if old else "",
+        'install a newer torch: pip install "torch>=2.9"' if old else "",
     )
     absent = [name for name in EXTRAS if find_spec(name) is None]
     if absent:
