@@ -94,7 +94,7 @@ def sources() -> dict[str, str]:
     return {
         "digits[:train|:test]": "8 x 8 handwritten digits with labels, embedded",
         "scenes[:train|:test][:NUMBER]": "drawn color scenes with labels, embedded",
-        "emoji[:train|:test][:style=NAME][:label=thing]": "emoji in several styles with labels, embedded",
+        "emoji[:train|:test][:style=NAME][:label=object]": "emoji in several styles with labels, embedded",
         "FOLDER": "images at any depth; the name of a sub-folder is the label",
         "LIST.txt|.lst|.list|.tsv": "one path per line, with an optional label",
         "FILE.zip, FILE.tar": "an archive of images",
