@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Keep decoded images of the tests out of the user's cache."""
     folder = tmp_path_factory.mktemp("cache")
     os.environ["ANECHOIC_CACHE"] = str(folder)
+    # Code that torch.compile generated for another instruction set must not be reused.
+    kind = torch.backends.cpu.get_cpu_capability()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(tempfile.gettempdir()) / f"anechoic-inductor-{os.getuid()}-{kind}")
     return folder
 
 
