@@ -12,6 +12,7 @@ from typing import Literal, get_args
 Auto = Literal["auto"]
 AlphaMin = float | Auto
 AlphaSchedule = Literal["linear", "constant", "cosine"]
+ShortcutVia = Literal["network", "groups"]
 ShortcutForm = Literal["identity", "branch", "both", "attention", "mlp", "learnable", "plain"]
 ProfileOptimizer = Literal["adamw", "muon", "sgd", "lion"]
 BranchKind = Literal["attention", "mlp"]

@@ -167,7 +167,7 @@ def test_training_step(reads: Reads, name: str, case: str, options: dict[str, An
     set_learning_rate(optimizer, 1e-3)
     losses = task(preprocess.apply(pixels), numbers.ids, numbers.visits, labels)
     losses["loss"].backward()
-    losses["gradient_norm"] = gradient_norm(model.parameters(), clip=1.0)
+    losses["gradient_norm"] = gradient_norm(model.named_parameters(), clip=1.0, factors={})
     loop.agree(World(0, 1, META), {key: value.detach() for key, value in losses.items()}, Stop())
     optimizer.step()
     optimizer.zero_grad()

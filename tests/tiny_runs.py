@@ -76,6 +76,7 @@ def cost_config(**options):
 COMMAND_STEPS, COMMAND_BATCH = 120, 16
 PLAIN: tuple[str, ...] = ()
 PARTS = ("--optim.accumulate", "2", "--data.workers", "2")
+GROUPS = ("--shortcut.via", "groups", "--optim.clip", "1")
 TWO = ("--devices", "2", "--optim.accumulate", "2", "--data.workers", "1")
 MASKED = (
     "pocket_mae_digits",

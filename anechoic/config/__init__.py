@@ -10,7 +10,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
 
-from anechoic.choices import Algorithm, Augmentation, Auto, LearningRateSchedule, Precision, ShortcutForm, WeightDecayOn
+from anechoic.choices import (
+    Algorithm,
+    Augmentation,
+    Auto,
+    LearningRateSchedule,
+    Precision,
+    ShortcutForm,
+    ShortcutVia,
+    WeightDecayOn,
+)
 from anechoic.config.checking import (
     BelowOne,
     Count,
@@ -113,6 +122,8 @@ class ShortcutConfig(Section):
     """how alpha falls from 1 to alpha_min over the branches: linear, cosine or constant"""
     form: ShortcutForm = "identity"
     """what is scaled where two branches meet; identity is the method, the others its ablations"""
+    via: ShortcutVia = "network"
+    """network: decayed shortcuts; groups: the same as a learning-rate profile of the folded network, which is plain"""
     anneal: Share = 0.0
     """share of the training over which alpha falls from 1 to its value; 0 has it there from the start"""
 

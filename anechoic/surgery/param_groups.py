@@ -40,9 +40,9 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Return parameter groups with which a torch optimizer trains a plain model as if its shortcuts were decayed.
 
-    Each group has `lr`, `weight_decay`, `eps` (not for SGD and Lion) and `decay_factor`, its c. Tensors of fewer than
-    two dimensions have no weight decay. With algorithm="muon" a group also names its `algorithm`: "muon" for the
-    matrices of the blocks, "adamw" for the rest. Clip gradients with `clip_grad_norm`, which measures them as the
+    Each group has `names`, `lr`, `weight_decay`, `eps` (not for SGD and Lion) and `decay_factor`, its c. Tensors of
+    fewer than two dimensions have no weight decay. With algorithm="muon" a group also names its `algorithm`: "muon" for
+    the matrices of the blocks, "adamw" for the rest. Clip gradients with `clip_grad_norm`, which measures them as the
     decayed network would. Exact against `decay(model, alpha_min, preserve=True)`; against `decay(model, alpha_min)`
     if branch outputs start at zero and the eps of the norms is negligible.
     """
@@ -59,13 +59,16 @@ def param_groups(
         mover = algorithm if algorithm != "muon" or is_muon_matrix(name, parameter) else "adamw"
         new: dict[str, Any] = {
             "params": [],
+            "names": [],
             "lr": lr * factor**power,
             "weight_decay": weight_decay / factor**power if decays else 0.0,
             "decay_factor": factor,
             **({"eps": eps / factor} if algorithm in ("adamw", "muon") else {}),
             **({"algorithm": mover} if algorithm == "muon" else {}),
         }
-        groups.setdefault((factor, decays, mover), new)["params"].append(parameter)
+        group = groups.setdefault((factor, decays, mover), new)
+        group["params"].append(parameter)
+        group["names"].append(name)
     if not groups:
         raise UserError("The model has no parameter to train: set requires_grad on some of its parameters.")
     return list(groups.values())
@@ -99,6 +102,9 @@ def decay_factors(
     return found
 
 
+HALVES = ("left", "right")
+
+
 class SplitLinear(nn.Module):
     """A linear map of concatenated inputs whose matrix is two parameters; its state dict is that of nn.Linear."""
 
@@ -120,7 +126,7 @@ class SplitLinear(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        left, right = (destination.pop(f"{prefix}{name}") for name in ("left", "right"))
+        left, right = (destination.pop(f"{prefix}{name}") for name in HALVES)
         destination[f"{prefix}weight"] = torch.cat([left, right], dim=1)
 
     def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
@@ -133,8 +139,8 @@ class SplitLinear(nn.Module):
 def split_skips(model: nn.Module) -> nn.Module:
     """Return a copy in which every matrix that multiplies a long skip and another input is two parameters.
 
-    Outputs and state dict stay the same. Elementwise optimizers (AdamW, SGD, Lion) then train it as the decayed
-    network; Muon orthogonalizes the halves one by one, which is an approximation.
+    Outputs and state dict stay the same. Elementwise optimizers (AdamW, SGD, Lion) and anechoic's Muon, which joins the
+    halves, then train it as the decayed network. torch's Muon orthogonalizes the halves one by one: an approximation.
     """
     split = copy.deepcopy(model)
     boundaries: dict[nn.Module, int] = {}

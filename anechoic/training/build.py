@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from anechoic.models import build_model, model_config
 from anechoic.models.network import NetworkConfig
 from anechoic.models.sit import SiTConfig
 from anechoic.models.uvit import UViTConfig
+from anechoic.surgery.fold import fold
+from anechoic.surgery.param_groups import decay_factors, split_skips
 from anechoic.training.muon import Muon, adamw
 from anechoic.training.objectives import OBJECTIVES, make_objective
-from anechoic.training.optim import parameter_groups
+from anechoic.training.optim import match_scales, parameter_groups
 
 
 def open_data(config: Config) -> Source:
@@ -82,7 +85,17 @@ def model_options(config: Config) -> dict[str, Any]:
 
 
 def make_model(config: Config) -> Any:
-    return build_model(config.model.name, **model_options(config))
+    """Return the network; with shortcut.via=groups the folded one, which starts with the same outputs."""
+    model = build_model(config.model.name, **model_options(config))
+    return split_skips(fold(model)) if config.shortcut.via == "groups" else model
+
+
+def learning_rate_profile(config: Config, model: nn.Module) -> dict[str, float]:
+    """Return the factor of the learning rate by parameter name; absent names have 1."""
+    shortcut = config.shortcut
+    if shortcut.via == "network":
+        return {}
+    return decay_factors(model, shortcut.alpha_min, schedule=shortcut.schedule)
 
 
 def check(config: Config) -> None:
@@ -114,6 +127,11 @@ def check(config: Config) -> None:
         )
     if config.shortcut.form == "both" and config.shortcut.anneal:
         raise UserError("The form 'both' has fixed factors, which are not annealed: set shortcut.anneal to 0.")
+    if config.shortcut.via == "groups" and (config.shortcut.form != "identity" or config.shortcut.anneal):
+        raise UserError(
+            "Parameter groups express a fixed decay of the identity shortcuts: set shortcut.form to identity and "
+            "shortcut.anneal to 0, or shortcut.via to network."
+        )
     if config.fsdp:
         import_module("anechoic.runtime.sharded_checkpoint")  # UserError for an old torch
     if config.fsdp and config.compile:
@@ -160,8 +178,10 @@ def describe(config: Config, model: nn.Module, run_dir: Path, *, seen: int, brie
     return summary if brief else "\n".join([summary, *lines, "  " + ", ".join(rest)])
 
 
-def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
-    """Return AdamW; or Muon, with AdamW for all but the matrices of the body."""
+def make_optimizer(
+    model: nn.Module, optim: OptimConfig, *, profile: Mapping[str, float] | None = None
+) -> torch.optim.Optimizer:
+    """Return AdamW; or Muon, with AdamW for all but the matrices of the body. profile: learning_rate_profile's."""
     groups = parameter_groups(
         model,
         algorithm=optim.algorithm,
@@ -170,6 +190,8 @@ def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimize
         exempt=optim.exempt,
         layer_decay=optim.layer_decay,
     )
+    if profile:
+        groups = match_scales(groups, profile, eps=optim.eps)
     if optim.algorithm == "muon":
         return Muon(groups, momentum=optim.momentum, betas=optim.betas, eps=optim.eps)
     return adamw(groups, lr=0.0, betas=optim.betas, eps=optim.eps)

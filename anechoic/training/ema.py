@@ -22,12 +22,12 @@ class EMA:
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        parameters = dict(model.named_parameters())
-        mine = [local(self.tensors[name]) for name in parameters]
-        torch._foreach_lerp_(mine, [local(parameter) for parameter in parameters.values()], 1 - self.decay)
-        for name, value in model.state_dict().items():
-            if name not in parameters:
-                self.tensors[name].copy_(value)
+        state, buffers = model.state_dict(), dict(model.named_buffers())
+        averaged = [name for name in state if name not in buffers]
+        mine = [local(self.tensors[name]) for name in averaged]
+        torch._foreach_lerp_(mine, [local(state[name]) for name in averaged], 1 - self.decay)
+        for name in state.keys() & buffers.keys():
+            self.tensors[name].copy_(state[name])
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         for name, value in self.tensors.items():

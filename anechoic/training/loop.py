@@ -56,6 +56,7 @@ from anechoic.training.build import (
     check,
     check_labels,
     describe,
+    learning_rate_profile,
     make_loader,
     make_model,
     make_optimizer,
@@ -120,6 +121,7 @@ def fit(
         # Build the model and its objective. Initial weights depend on the seed alone.
         torch.manual_seed(config.seed)
         model = make_model(config)
+        profile = learning_rate_profile(config, model)
         found = broadcast(world, lambda: checkpoint.latest(run_dir / "checkpoints"))
         if config.init_from and found is None:
             checkpoint.start_from(model, config.init_from)
@@ -137,7 +139,7 @@ def fit(
         autocast = torch.autocast(world.device.type, dtype=dtype) if dtype == torch.bfloat16 else nullcontext()
 
         # Optimizer, EMA and checkpoints.
-        optimizer = make_optimizer(model, optim)
+        optimizer = make_optimizer(model, optim, profile=profile)
         lr_at = partial(
             learning_rate,
             samples=optim.samples,
@@ -273,7 +275,8 @@ def fit(
                 for name, value in losses.items():
                     step[name] = step.get(name, 0) + value.detach() / (len(parts) * world.size)
             average_gradients(trained)
-            step["gradient_norm"] = gradient_norm(model.parameters(), clip=optim.clip) / world.size
+            norm = gradient_norm(model.named_parameters(), clip=optim.clip, factors=profile)
+            step["gradient_norm"] = norm / world.size
             values = agree(world, step, stop)
             if not all(math.isfinite(value) for value in values.values()):
                 raise DivergedError(diverged_sentence(seen, config, run_dir))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from anechoic.runtime.fsdp import distribute, full_tensor, local
+from anechoic.surgery.param_groups import HALVES
 
 # The quintic a x + b x^3 + c x^5, five times, brings singular values from 0.01 .. 1 to about 0.7 .. 1.2.
 QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -23,6 +24,8 @@ UPDATE_SCALE = 0.2
 GRAM_RATIO = 2
 EPS = 1e-7
 FUSED = ("cpu", "cuda", "mps", "xpu")
+# The parameters of one matrix, from left to right, with their groups: one, or the two halves of a SplitLinear.
+Matrix = list[tuple[Tensor, dict[str, Any]]]
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
@@ -75,6 +78,7 @@ class Muon(torch.optim.Optimizer):
 
     m <- momentum m + (1 - momentum) g;  n = (1 - momentum) g + momentum m;  w <- (1 - lr weight_decay) w - lr 0.2
     sqrt(max(rows, columns)) orthogonalize(n). Matrices of one shape are orthogonalized together, whatever their groups.
+    The halves of a SplitLinear are one matrix, if groups have "names" and "decay_factor": each counts times its factor.
     With FSDP n is gathered, because only the full matrix can be orthogonalized.
     """
 
@@ -108,28 +112,46 @@ class Muon(torch.optim.Optimizer):
             self.adamw.param_groups = [group for group in self.param_groups if group["algorithm"] == "adamw"]
             self.adamw.state = self.state
             self.adamw.step()
-        by_shape: dict[tuple[Any, ...], list[tuple[Tensor, dict[str, Any]]]] = defaultdict(list)
-        for group in self.param_groups:
-            if group["algorithm"] == "muon":
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        key = (parameter.shape, parameter.dtype, parameter.device)
-                        by_shape[key].append((parameter, group))
+        by_shape: dict[tuple[Any, ...], list[Matrix]] = defaultdict(list)
+        for matrix in self._matrices():
+            first, columns = matrix[0][0], [parameter.shape[1] for parameter, _ in matrix]
+            by_shape[first.shape[0], sum(columns), first.dtype, first.device].append(matrix)
         for members in by_shape.values():
             self._move(members)
 
-    def _move(self, members: list[tuple[Tensor, dict[str, Any]]]) -> None:
+    def _matrices(self) -> list[Matrix]:
+        """Return the matrices that have gradients, each as its parameters from left to right."""
+        found: dict[Any, dict[str, tuple[Tensor, dict[str, Any]]]] = defaultdict(dict)
+        for group in self.param_groups:
+            if group["algorithm"] == "muon":
+                for name, parameter in zip(group.get("names", group["params"]), group["params"], strict=True):
+                    matrix, _, half = name.rpartition(".") if isinstance(name, str) else (name, "", "")
+                    key = (matrix, "") if half in HALVES else (matrix, half)
+                    if parameter.grad is not None:
+                        found[key][half] = (parameter, group)
+        return [[parts[half] for half in sorted(parts)] for parts in found.values()]
+
+    def _move(self, members: list[Matrix]) -> None:
         """One step of matrices of one shape."""
         blends = []
-        for parameter, group in members:
-            state, gradient = self.state[parameter], parameter.grad
-            assert gradient is not None, "members have gradients"
-            if not state:
-                state["momentum"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            average = state["momentum"].lerp_(gradient, 1 - group["momentum"])
-            blends.append(full_tensor(torch.lerp(gradient, average, group["momentum"])))
+        for matrix in members:
+            halves = []
+            for parameter, group in matrix:
+                state, gradient = self.state[parameter], parameter.grad
+                assert gradient is not None, "members have gradients"
+                if not state:
+                    state["momentum"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                average = state["momentum"].lerp_(gradient, 1 - group["momentum"])
+                halves.append(full_tensor(torch.lerp(gradient, average, group["momentum"])))
+            if len(matrix) > 1:
+                scales = [group.get("decay_factor", 1.0) for _, group in matrix]
+                halves = [torch.cat([half * scale for half, scale in zip(halves, scales, strict=True)], dim=1)]
+            blends += halves
         updates = orthogonalize(torch.stack(blends))
         size = UPDATE_SCALE * max(updates.shape[1:]) ** 0.5
-        for (parameter, group), update in zip(members, updates, strict=True):
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            local(parameter).add_(local(distribute(update, parameter)), alpha=-group["lr"] * size)
+        for matrix, update in zip(members, updates, strict=True):
+            for (parameter, group), part in zip(
+                matrix, update.split([parameter.shape[1] for parameter, _ in matrix], dim=1), strict=True
+            ):
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                local(parameter).add_(local(distribute(part, parameter)), alpha=-group["lr"] * size)

@@ -95,6 +95,7 @@ def match_scales(
                 "weight_decay": group["weight_decay"] / factor,
                 "lr_scale": group["lr_scale"] * factor,
                 "eps": eps / factor,
+                "decay_factor": factor,
             }
             part = by_factor.setdefault(factor, {**group, **scaled, "params": [], "names": []})
             part["params"].append(parameter)
@@ -121,10 +122,13 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group["lr_scale"]
 
 
-def gradient_norm(parameters: Iterable[Tensor], *, clip: float) -> Tensor:
-    """Return the L2 norm of all gradients, then scale them down to norm `clip` (0: no clipping)."""
-    parameters = list(parameters)
-    norm = full_tensor(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+def gradient_norm(named: Iterable[tuple[str, Tensor]], *, clip: float, factors: Mapping[str, float]) -> Tensor:
+    """Return the L2 norm of all gradients, each times its factor, then scale them to norm `clip` (0: no clipping)."""
+    parameters = dict(named)
+    gradients = [
+        p.grad * factors[name] if name in factors else p.grad for name, p in parameters.items() if p.grad is not None
+    ]
+    norm = full_tensor(nn.utils.get_total_norm(gradients))
     if clip > 0:
-        nn.utils.clip_grads_with_norm_(parameters, clip, norm)
+        nn.utils.clip_grads_with_norm_(parameters.values(), clip, norm)
     return norm

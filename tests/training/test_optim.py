@@ -140,7 +140,7 @@ def test_gradient_norm_and_clipping_against_torch(clip):
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         a.grad = torch.randn_like(a)
         b.grad = a.grad.clone()
-    norm = gradient_norm(ours.parameters(), clip=clip)
+    norm = gradient_norm(ours.named_parameters(), clip=clip, factors={})
     reference = nn.utils.clip_grad_norm_(theirs.parameters(), clip or math.inf)
     torch.testing.assert_close(norm, reference)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):

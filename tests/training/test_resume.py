@@ -7,7 +7,7 @@ import time
 
 import pytest
 from processes import alive, descendants, run_to_the_end, wait_until
-from tiny_runs import DENOISER, MASKED, ORTHOGONAL, PARTS, PLAIN, TWO, command_for, start
+from tiny_runs import DENOISER, GROUPS, MASKED, ORTHOGONAL, PARTS, PLAIN, TWO, command_for, start
 
 from anechoic.runtime import checkpoint
 from anechoic.runtime.run import CLOCK_FIELDS, read_metrics
@@ -45,8 +45,8 @@ def straight(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "more"),
-    [(MASKED, TWO), (ORTHOGONAL, PARTS), (DENOISER, PARTS)],
-    ids=["two processes", "muon", "a denoiser"],
+    [(MASKED, TWO), (ORTHOGONAL, PARTS), (ORTHOGONAL, (*PARTS, *GROUPS)), (DENOISER, PARTS)],
+    ids=["two processes", "muon", "parameter groups", "a denoiser"],
 )
 def test_kill_and_resume(tmp_path, straight, recipe, more):
     command = command_for(more, recipe=recipe)
