@@ -106,6 +106,15 @@ class ArchiveSource(EncodedSource):
             return str(self.earlier_fingerprint)  # of all that the index knows
         return digest("archives", self.names.blob, self.names.ends, self.hashes.all)
 
+    def fingerprint_of(self, indices: np.ndarray) -> str:
+        members = self.members[indices]
+        archives = [self.archives[number] for number in np.unique(members["archive"])]
+        return digest(*(self.names[i] for i in indices.tolist()), members["start"], self.content_of(archives))
+
+    def content_of(self, archives: Sequence[Location]) -> np.ndarray:
+        """Return an array that changes with the content of these archives."""
+        return FileHashes("", [str(path) for path in archives]).all
+
     def _new_map(self, archive: int) -> mmap.mmap:
         """Map an archive; it is closed with the last reference, so threads may use it after it leaves the LRU cache."""
         with open(self.archives[archive], "rb") as file:
@@ -116,8 +125,11 @@ class RemoteArchiveSource(ArchiveSource):
     """Members of shards behind URLs of fsspec, fetched by ranges, those of a batch in parallel."""
 
     def compute_fingerprint(self) -> str:
-        versions = np.concatenate([version_of(archive) for archive in self.archives])
+        versions = self.content_of(self.archives)
         return digest("remote archives", self.names.blob, self.names.ends, self.members["length"], versions)
+
+    def content_of(self, archives: Sequence[Location]) -> np.ndarray:
+        return np.concatenate([version_of(archive) for archive in archives])
 
     def data(self, index: int) -> bytes:
         (found,) = self._fetch([index])

@@ -106,6 +106,10 @@ class Files(EncodedSource):
     def compute_fingerprint(self) -> str:
         return digest("files", self.names.blob, self.names.ends, self.hashes.all)
 
+    def fingerprint_of(self, indices: np.ndarray) -> str:
+        names = [self.names[i] for i in indices.tolist()]
+        return digest("files", *names, FileHashes(self.root, names).all)
+
     def identities(self) -> np.ndarray:
         pairs = zip(self.names, self.hashes.all, strict=True)
         return np.frombuffer(b"".join(bytes.fromhex(digest(name, found.tobytes())) for name, found in pairs), "V16")

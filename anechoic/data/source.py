@@ -95,6 +95,10 @@ class Source(ABC):
         """Return 16 bytes per image that change with its name or content; None if only the whole source is known."""
         return None
 
+    def fingerprint_of(self, indices: np.ndarray) -> str:
+        """Return hex digits of the names and content of some images; sources of many files read only theirs."""
+        return digest(self.fingerprint, indices)
+
     def add_skipped(self, bad: Iterable[tuple[str, str]]) -> None:
         """Add unreadable images to `skipped`, each once; UserError if they are more than a tenth of the source."""
         known = set(self.skipped)

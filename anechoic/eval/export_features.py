@@ -1,4 +1,4 @@
-"""Feature vectors as files for other programs: a row per image, with its name, as .npz, .parquet or .csv."""
+"""Feature vectors as files for other programs: a row per image, with its name, as .npz, .npy, .parquet or .csv."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from anechoic.eval.encoders import Encoder
 from anechoic.eval.feature_cache import features_of
 from anechoic.eval.features import Pooling
 from anechoic.eval.tensors import warn_if_constant
-from anechoic.storage.files import write_aside
+from anechoic.storage.files import write_aside, write_json
 
-FORMATS = (".npz", ".parquet", ".csv")
+FORMATS = (".npz", ".npy", ".parquet", ".csv")
 CHUNK = 4096
 
 
@@ -47,13 +47,15 @@ def embed_source(
 
 
 def write_vectors(path: Path, vectors: np.ndarray, *, names: Sequence[str], about: dict[str, str]) -> None:
-    """Names and float32 vectors (n, D) as .npz, .parquet or .csv; `about`: encoder, layer and pooling.
+    """Names and float32 vectors (n, D) as .npz, .npy, .parquet or .csv; `about`: encoder, layer and pooling.
 
     Rows are streamed, so `vectors` may be a file itself.
     """
     check_format(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    writer = {".npz": write_npz, ".parquet": write_parquet, ".csv": write_csv}[path.suffix.lower()]
+    if path.suffix.lower() == ".npy":
+        write_json(names_file(path), {**about, "names": list(names)})
+    writer = {".npz": write_npz, ".npy": write_npy, ".parquet": write_parquet, ".csv": write_csv}[path.suffix.lower()]
     with write_aside(path) as temporary:
         writer(temporary, vectors, names, about)
 
@@ -63,18 +65,33 @@ def check_format(path: Path) -> None:
         raise UserError(f"Vectors are written as {', '.join(FORMATS)}; {path.name!r} has none of these endings.")
 
 
+def names_file(path: Path) -> Path:
+    """Return where the names of the rows of an .npy file are: a .json beside it, since text lines cannot hold all."""
+    return path.with_suffix(".json")
+
+
+def write_npy(path: Path, vectors: np.ndarray, names: Sequence[str], about: dict[str, str]) -> None:
+    with open(path, "wb") as file:
+        np.save(file, vectors)
+
+
 def write_npz(path: Path, vectors: np.ndarray, names: Sequence[str], about: dict[str, str]) -> None:
     texts: dict[str, Any] = {key: np.array(value) for key, value in about.items()}
     with open(path, "wb") as file:
         np.savez(file, names=np.array(names, dtype=str), features=vectors, **texts)
 
 
-def write_parquet(path: Path, vectors: np.ndarray, names: Sequence[str], about: dict[str, str]) -> None:
+def parquet_modules() -> tuple[Any, Any]:
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
         raise UserError('Parquet files need an extra package: pip install "anechoic[parquet]".') from error
+    return pa, pq
+
+
+def write_parquet(path: Path, vectors: np.ndarray, names: Sequence[str], about: dict[str, str]) -> None:
+    pa, pq = parquet_modules()
     dim = vectors.shape[1]
     schema = pa.schema([("name", pa.string()), ("features", pa.list_(pa.float32(), dim))], metadata=about)
     with pq.ParquetWriter(path, schema) as writer:

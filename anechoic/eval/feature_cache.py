@@ -12,7 +12,8 @@ import shutil
 import time
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, MutableSequence, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -260,22 +261,34 @@ def fill(
     keep_pixels: bool,
 ) -> list[np.ndarray]:
     """Write features into the next rows of each table; return the ids of the images that could be read, by batch."""
-    layers = sorted({layer for layer, _ in tables})
-    poolings = list(dict.fromkeys(pooling for _, pooling in tables))
     ids: list[np.ndarray] = []
     start, done = (0, 0) if unfinished is None else (unfinished.position, unfinished.rows)
-    if start >= len(source):
-        return ids
-    stream = batches(encoder, source, device=device, workers=workers, ids=ids, keep_pixels=keep_pixels, start=start)
-    extracted = extract_batches(encoder.model, stream, layers=layers, poolings=poolings, forward=encoder.forward)
-    for number, found in enumerate(extracted):  # batches may be fetched ahead, but their features come in order
-        rows = len(ids[number])
+    how = {"device": device, "workers": workers, "keep_pixels": keep_pixels}
+    for own, found in feature_batches(encoder, source, list(tables), start=start, **how):
         for key, table in tables.items():
-            table[done : done + rows] = found[key].numpy(force=True)
-        done += rows
+            table[done : done + len(own)] = found[key]
+        done += len(own)
+        ids.append(own)
         if unfinished is not None:
-            unfinished.add(ids[number])
+            unfinished.add(own)
     return ids
+
+
+def feature_batches(
+    encoder: Encoder, source: Source, wanted: Sequence[Key], *, start: int = 0, **how: Any
+) -> Iterator[tuple[np.ndarray, dict[Key, np.ndarray]]]:
+    """Yield the ids of the readable images of each batch, in order, and their features, from image `start` on.
+
+    Bits of a row depend on the images of its batch. how: device, workers, keep_pixels and pixel_cache of `batches`.
+    """
+    if start >= len(source):
+        return
+    layers, poolings = sorted({layer for layer, _ in wanted}), list(dict.fromkeys(pooling for _, pooling in wanted))
+    ids: deque[np.ndarray] = deque()
+    stream = batches(encoder, source, ids=ids, start=start, **how)
+    # Batches may be fetched ahead, but their features come in order.
+    for found in extract_batches(encoder.model, stream, layers=layers, poolings=poolings, forward=encoder.forward):
+        yield ids.popleft(), {key: found[key].numpy(force=True) for key in wanted}
 
 
 def batches(
@@ -284,15 +297,16 @@ def batches(
     *,
     device: str,
     workers: int = 0,
-    ids: list[np.ndarray] | None = None,
+    ids: MutableSequence[np.ndarray] | None = None,
     keep_pixels: bool = True,
+    pixel_cache: bool = True,
     start: int = 0,
     augment: Augment | None = None,
     seed: int = 0,
 ) -> Iterator[Tensor]:
     """Yield preprocessed images on the device and move the model there; append the ids of each batch to `ids`.
 
-    augment: instead of the center crop, with random numbers of the seed.
+    augment: instead of the center crop, with random numbers of the seed. pixel_cache: False hashes no files.
     """
     where = pick_device(device)
     encoder.model.to(where)
@@ -303,6 +317,7 @@ def batches(
         augment=augment or Augment(kind="center"),
         seed=seed,
         workers=workers,
+        cache=pixel_cache,
         build_cache=keep_pixels,
         start=start,
         device=where,

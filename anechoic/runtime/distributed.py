@@ -226,22 +226,29 @@ def _worker(
         say("defect", traceback.format_exc())
 
 
+def alone() -> World:
+    """Return this process's rank, for work in which ranks do not communicate; it exits with its launcher."""
+    if not under_launcher():
+        return World(0, 1, own_device(0))
+    if not multiprocessing.parent_process():  # started by torchrun; our launcher passes its process id
+        end_with(os.getppid())
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return World(rank, world_size, own_device(int(os.environ.get("LOCAL_RANK", 0))))
+
+
 @contextmanager
 def join() -> Iterator[World]:
     """Join the process group while open; inside another `join`, use that one."""
     if not under_launcher():
-        yield World(0, 1, own_device(0))
+        yield alone()
         return
     if dist.is_initialized():
         yield World(dist.get_rank(), dist.get_world_size(), own_device(int(os.environ.get("LOCAL_RANK", 0))))
         return
-    if not multiprocessing.parent_process():  # started by torchrun; our launcher passes its process id
-        end_with(os.getppid())
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = own_device(int(os.environ.get("LOCAL_RANK", 0)))
-    dist.init_process_group(dist.get_default_backend_for_device(device), rank=rank, world_size=world_size)
+    world = alone()
+    dist.init_process_group(dist.get_default_backend_for_device(world.device), rank=world.rank, world_size=world.size)
     try:
-        yield World(rank, world_size, device)
+        yield world
     except (UserError, InterruptedRun):
         dist.destroy_process_group()
         raise

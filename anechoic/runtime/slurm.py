@@ -47,8 +47,8 @@ class Job:
             environment.setdefault("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", str(self.tasks)))
         self.process = subprocess.Popen([sys.executable, "-m", "anechoic", *self.command], env=environment)
         code = self.wait() or 0
-        if code == 128 + signal.SIGTERM:
-            raise SystemExit(code)  # all ranks saved on request: no failure
+        if code in (128 + signal.SIGTERM, -signal.SIGTERM):
+            raise SystemExit(128 + signal.SIGTERM)  # all ranks saved on request: no failure
         if code:
             raise RuntimeError(f"anechoic {' '.join(self.command)} failed with exit code {code}; see its output.")
         return code

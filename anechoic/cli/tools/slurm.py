@@ -1,4 +1,4 @@
-"""The command `tools slurm`: a training as a job of a cluster."""
+"""The command `tools slurm`: a training, or another command that resumes, as a job of a cluster."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from anechoic.cli.options import Out
 from anechoic.errors import UserError
 from anechoic.outcome import Outcome
 
-# Commands whose processes share a batch; the others have one task, which uses the cores of its node.
-SHARED = ("pretrain", "train", "finetune")
+# Commands that several ranks run together; the others have one task, which uses the cores of its node.
+SHARED = ("pretrain", "train", "finetune", "embed")
 # Commands that resume, so that a job may be interrupted and requeued. Those of other packages are trusted to.
 RESUMABLE = (*SHARED, "sweep")
 
@@ -35,7 +35,7 @@ def slurm(
     cluster: Cluster = "slurm",
     wait: bool = False,
 ) -> Outcome:
-    """Run a training as a job of Slurm: it saves before its time ends and is requeued until it is done.
+    """Run a training or an embedding as a job of Slurm: it saves before its time ends and is requeued until it is done.
 
     The jobs' output is written to the folder --out.
 
@@ -43,7 +43,8 @@ def slurm(
         imagenet/train --out runs/in1k
 
     Args:
-        command: after --, what to run: pretrain, train, finetune, sweep or another package's command, with its options.
+        command: after --, what to run with its options: pretrain, train, finetune, embed, sweep or another package's
+            command.
         nodes: number of machines.
         gpus_per_node: GPUs of each.
         tasks_per_node: processes of each; default: one per GPU.
