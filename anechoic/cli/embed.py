@@ -57,7 +57,7 @@ def embed(
     source = open_source(data, channels=encoder.channels)
     about = {"encoder": str(run)}
     if in_parts:
-        ranks = {"rank": world.rank, "world_size": world.size}
+        ranks: dict[str, Any] = {"rank": world.rank, "world_size": world.size}
         metrics = embed_parts(encoder, source, out, part_size=part_size, about=about, **ranks, **how)
         text = parts_text(metrics, out)
     else:
