@@ -9,6 +9,7 @@ import base64
 import math
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from typing import Any
 from anechoic.errors import UserError
 
 SCHEMA = 1
+# Control characters, marks that reverse the direction of text, and bytes of file names that are not UTF-8.
+UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 @dataclass(frozen=True, repr=False)
@@ -80,7 +83,7 @@ class Outcome:
 
 
 def plain(value: Any) -> Any:
-    """Return the value as JSON: arrays as lists, numpy numbers as Python numbers, not finite ones as None."""
+    """Return the value as JSON: arrays as lists, numpy numbers as Python numbers, None if not finite, text UTF-8."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if hasattr(value, "tolist"):
@@ -89,7 +92,17 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, bool | int | str) else str(value)
+    return value if value is None or isinstance(value, bool | int) else as_utf8(str(value))
+
+
+def as_utf8(text: str) -> str:
+    """Return text that every file can hold: bytes of file names that are not UTF-8 become escapes such as \\udcff."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    """Return text that is safe in a terminal: control characters, except those in `keep`, become escapes."""
+    return UNPRINTABLE.sub(lambda found: found[0] if found[0] in keep else repr(found[0])[1:-1], text)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from anechoic.errors import UserError
+from anechoic.outcome import printable
 
 
 def refuse_swapped(run: str | Path, data: str | Path) -> None:
@@ -36,4 +37,4 @@ def skipped_text(skipped: list[dict[str, str]]) -> str:
     if not skipped:
         return ""
     first = skipped[0]
-    return f"\n{len(skipped)} images could not be read; the first is {first['name']} ({first['reason']})."
+    return f"\n{len(skipped)} images could not be read; the first is {printable(first['name'])} ({first['reason']})."

@@ -11,7 +11,7 @@ from anechoic.cli._command import command
 from anechoic.cli._index import changes_text, index_metrics, indexed
 from anechoic.cli._shared import check_page, skipped_text
 from anechoic.cli.options import Data, Device, ImageSize, ImageVector, Layer, Out, Run, Seed, VectorScaling, Workers
-from anechoic.outcome import Outcome
+from anechoic.outcome import Outcome, printable
 
 if TYPE_CHECKING:
     from anechoic.index.collection import Exploration
@@ -112,14 +112,17 @@ def described(index: Index, found: Exploration) -> dict[str, Any]:
 def explore_text(metrics: dict[str, Any]) -> str:
     from anechoic.pages.tables import text_table
 
+    def named(items: list[dict[str, Any]]) -> str:
+        return ", ".join(printable(item["image"]) for item in items[:3])
+
     groups = metrics["duplicates"]
     lines = [
         f"{metrics['images']:,} images in {metrics['folders']:,} folders, as {metrics['encoder']} sees them "
         f"({metrics['vector']}).",
         f"Near-duplicates (closer than {metrics['limit']['share']:.2f} of the distance to other neighbors): "
         f"{len(groups)} groups, {sum(len(group['images']) for group in groups)} images"
-        + (f"; the closest are {', '.join(item['image'] for item in groups[0]['images'][:3])}." if groups else "."),
-        f"Oddest: {', '.join(item['image'] for item in metrics['outliers'][:3])}.",
+        + (f"; the closest are {named(groups[0]['images'])}." if groups else "."),
+        f"Oddest: {named(metrics['outliers'])}.",
         text_table(
             ["cluster", "images", "mostly from"],
             [

@@ -119,13 +119,12 @@ def finetune_config(
     from anechoic.models.mae import MAEConfig
     from anechoic.models.vit import ViTConfig
     from anechoic.recipes.transfer import finetune_base_in1k
-    from anechoic.runtime.checkpoint import model_directory
+    from anechoic.runtime.checkpoint import model_directory, read_card
     from anechoic.runtime.model_card import check_preprocess, config_of
-    from anechoic.storage.files import read_json
     from anechoic.storage.safe_io import of_kind
 
-    path = model_directory(run) / "config.json"
-    card = read_json(path)
+    path = model_directory(run)
+    card = read_card(path)
     network = config_of(card, where=str(run))
     encoder = network.encoder if isinstance(network, MAEConfig) else network
     if not isinstance(encoder, ViTConfig):

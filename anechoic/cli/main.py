@@ -12,6 +12,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -26,9 +27,11 @@ from anechoic.cli._command import alternatives
 from anechoic.cli._renamed import COMMANDS_BEFORE, OPTIONS_BEFORE
 from anechoic.config import Section, checking, settings
 from anechoic.errors import UserError, nearest_name
+from anechoic.outcome import printable
 from anechoic.recipes import recipe, table
 from anechoic.runtime.signals import InterruptedRun, leave
 from anechoic.runtime.subprocesses import exit_when_parent_exits
+from anechoic.storage.safe_io import outside_allowed
 
 USER_MISTAKE = 2
 READER_GONE = 128 + 13  # as a shell reports a process that SIGPIPE ended
@@ -64,20 +67,32 @@ def overview(names: Sequence[str]) -> str:
 
 
 def with_json_flag(function: Callable) -> Callable:
-    """Return the command with one more option, --json, and without a return value: it prints instead."""
+    """Return the command with the options of every command, and without a return value: it prints instead."""
 
     @functools.wraps(function)
-    def run(*args: object, json: bool, **kwargs: object) -> None:
-        show(function(*args, **kwargs), as_json=json)
+    def run(*args: object, json: bool, allow_outside: bool = False, **kwargs: object) -> None:
+        with outside_allowed() if allow_outside else nullcontext():
+            show(function(*args, **kwargs), as_json=json)
 
     signature = inspect.signature(function, eval_str=True)
     plain = signature.replace(parameters=[p.replace(annotation=in_help(p)) for p in signature.parameters.values()])
-    flag = inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool)
-    run.__signature__ = plain.replace(parameters=[*plain.parameters.values(), flag], return_annotation=None)  # type: ignore[attr-defined]
-    hints = {p.name: p.annotation for p in plain.parameters.values()}
-    run.__annotations__ = {**hints, "json": bool, "return": None}
+    flags = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=hint)
+        for name, hint in common_flags(signature).items()
+    ]
+    run.__signature__ = plain.replace(parameters=[*plain.parameters.values(), *flags], return_annotation=None)  # type: ignore[attr-defined]
+    hints = {p.name: p.annotation for p in [*plain.parameters.values(), *flags]}
+    run.__annotations__ = {**hints, "return": None}
     del run.__wrapped__
     return run
+
+
+def common_flags(signature: inspect.Signature) -> dict[str, Any]:
+    """Return the options that commands have without declaring them: --json, and one of those that read data."""
+    parameters = signature.parameters
+    reads = "data" in parameters or ("recipe" in parameters and parameters["recipe"].annotation is not str)
+    outside = tyro.conf.arg(help="read images outside the folder of the parquet table that names them.")
+    return {"json": bool, **({"allow_outside": Annotated[bool, outside]} if reads else {})}
 
 
 def in_help(parameter: inspect.Parameter) -> Any:
@@ -147,7 +162,7 @@ def show(outcome: object, *, as_json: bool) -> None:
     from anechoic.outcome import Outcome
 
     assert isinstance(outcome, Outcome)
-    text = json.dumps(outcome.to_json(), indent=2, allow_nan=False) if as_json else outcome.text
+    text = json.dumps(outcome.to_json(), indent=2, allow_nan=False) if as_json else printable(outcome.text, keep="\n\t")
     if text:
         print(text)
 
@@ -225,8 +240,10 @@ def split_name(arguments: Sequence[str]) -> tuple[str, list[str]]:
 
 def flags_of(name: str) -> set[str]:
     """Return every option of a command; of one whose argument is a whole config, the settings too."""
-    flags = {"--help", "--json", "--no-json"}
     function = find_command(name)
+    flags = {"--help"}.union(
+        *(switches(flag, True) for flag in common_flags(inspect.signature(function, eval_str=True)))
+    )
     hints = inspect.get_annotations(function, eval_str=True)
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
@@ -288,7 +305,7 @@ def completion_script(words: Sequence[str]) -> str:
 
 def print_message(text: str) -> None:
     """Print to stderr, on a line of its own beside a progress bar."""
-    tqdm.write(text, file=sys.stderr)
+    tqdm.write(printable(text, keep="\n\t"), file=sys.stderr)
 
 
 def print_warning(message: Warning | str, *rest: object, **more: object) -> None:

@@ -39,6 +39,8 @@ __all__ = [
     "open_source",
 ]
 
+# Sources that are part of the package: no path or server is behind them.
+EMBEDDED = ("digits", "scenes", "emoji")
 # What opens NAME or NAME:WORD:WORD: a function of the words and, by keyword, of any of labels, channels, size and seed.
 NAMED: dict[str, Callable[..., Source]] = {
     "digits": open_digits,

@@ -26,6 +26,9 @@ except ImportError:
 
 # Larger images are skipped: a few bytes can declare any size, and decoding takes up to 12 bytes a pixel.
 MAX_PIXELS = 1 << 26
+# A scan of a JPEG costs time for every pixel and may be repeated at will in a few bytes each. Encoders write about ten.
+MAX_SCANS, MAX_SCANNED_PIXELS = 200, 1 << 30
+SCAN = b"\xff\xda"
 # Resizing the shorter side of a narrow image to that of a network would need too much memory.
 MAX_ASPECT = 100
 # No other formats are read: some of Pillow's plugins start programs (PostScript starts Ghostscript).
@@ -83,7 +86,7 @@ def open_picture(data: bytes) -> Image.Image:
 def decode_labels(data: bytes) -> np.ndarray:
     """Return a mask as it is stored: one number a pixel (H, W), a palette's indices rather than its colors."""
     with _errors_as_undecodable(), open_picture(data) as image:
-        _refuse_bomb(image.height, image.width)
+        _refuse_bomb(data, image.height, image.width)
         return np.array(image)
 
 
@@ -127,7 +130,7 @@ def _decode_jpeg_fast(data: bytes, jpeg: ModuleType, min_side: int | None) -> np
         height, width, colors, _ = jpeg.decode_jpeg_header(data)
         if colors in ("CMYK", "YCCK"):
             return None
-        _refuse_bomb(height, width)
+        _refuse_bomb(data, height, width)
         factor = reduction(height, width, min_side)
         # Asking for exactly ceil(side / factor) selects the scale 1 / factor.
         pixels = jpeg.decode_jpeg(data, "RGB", min_height=-(-height // factor), min_width=-(-width // factor))
@@ -146,7 +149,7 @@ def _decode_with_pillow(data: bytes, min_side: int | None) -> np.ndarray:
         raise Undecodable("the file is empty")
     with open_picture(data) as image:
         width, height = image.size
-        _refuse_bomb(height, width)
+        _refuse_bomb(data, height, width)
         factor = reduction(height, width, min_side)
         if factor > 1 and isinstance(image, JpegImagePlugin.JpegImageFile):
             image.draft(None, (width // factor, height // factor))
@@ -160,8 +163,13 @@ def _decode_with_pillow(data: bytes, min_side: int | None) -> np.ndarray:
         return upright(pixels, image.getexif().get(ORIENTATION, 1))
 
 
-def _refuse_bomb(height: int, width: int) -> None:
+def _refuse_bomb(data: bytes, height: int, width: int) -> None:
+    """Raise Undecodable if decoding would take too much memory or time. The limits do not depend on the machine."""
     if height * width > MAX_PIXELS:
         raise Undecodable(f"{width} x {height} is too many pixels (up to {MAX_PIXELS:,} are read)")
     if max(height, width) > MAX_ASPECT * min(height, width):
         raise Undecodable(f"{width} x {height} is too narrow (sides up to 1 : {MAX_ASPECT} are read)")
+    # Compressed data never contain the marker, so other parts of the file may only add to the number.
+    scans = data.count(SCAN) if data.startswith(b"\xff\xd8") else 1
+    if scans > MAX_SCANS or scans * height * width > MAX_SCANNED_PIXELS:
+        raise Undecodable(f"{scans:,} scans of {width} x {height} pixels would take too long to decode")

@@ -21,6 +21,7 @@ from anechoic.data.source import (
     classes_from_folders,
     digest,
     is_image_name,
+    log,
     number_classes,
     warn_ignored,
 )
@@ -35,19 +36,21 @@ SIZE, MODIFIED = 2, 3  # columns of stamps
 class Listing:
     """Images below a folder in sorted order: relative names and stamps (n, 5).
 
-    folders: those entered, in order; ignored: images of formats that are not read.
+    folders: those entered, in order; ignored: images of formats that are not read; broken: links that lead nowhere.
     """
 
     names: Names
     stamps: np.ndarray
     folders: list[str]
     ignored: list[str]
+    broken: list[str]
 
 
 def scan(root: Path) -> Listing:
     """List a folder. Links are followed, but each real folder is entered once, so loops end."""
     found: list[tuple[str, tuple[int, ...]]] = []
     ignored: list[str] = []
+    broken: list[str] = []
     folders: list[str] = []
     entered: set[tuple[int, int]] = set()
     waiting = [""]
@@ -62,7 +65,10 @@ def scan(root: Path) -> Listing:
         with os.scandir(os.path.join(root, folder)) as entries:
             for entry in entries:
                 name = f"{folder}/{entry.name}" if folder else entry.name
-                if is_image_name(entry.name) and entry.is_file():
+                if entry.is_symlink() and not os.path.exists(entry.path):
+                    if is_image_name(entry.name):
+                        broken.append(name)
+                elif is_image_name(entry.name) and entry.is_file():
                     # On Windows only os.stat returns device and inode.
                     found.append((name, stamp_of(os.stat(entry.path) if os.name == "nt" else entry.stat())))
                 elif entry.is_dir() and not entry.name.startswith("."):
@@ -71,7 +77,7 @@ def scan(root: Path) -> Listing:
                     ignored.append(name)
     found.sort()
     stamps = np.array([stamp for _, stamp in found], np.int64).reshape(-1, 5)
-    return Listing(Names.of(name for name, _ in found), stamps, folders, sorted(ignored))
+    return Listing(Names.of(name for name, _ in found), stamps, folders, sorted(ignored), sorted(broken))
 
 
 class Files(EncodedSource):
@@ -120,6 +126,10 @@ def open_folder(root: Path, *, labels: bool, channels: int) -> Files:
     listing = scan(root)
     names, stamps = listing.names, listing.stamps
     warn_ignored(listing.ignored, where=str(root))
+    if listing.broken:
+        log.warning(
+            "%d links in %s lead nowhere and are skipped, such as %s.", len(listing.broken), root, listing.broken[0]
+        )
     if not len(names):
         raise UserError(
             f"There is no image that is read here (JPEG, PNG, WebP, BMP, TIFF, GIF, AVIF) in or below {str(root)!r}; "

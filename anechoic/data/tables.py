@@ -6,6 +6,7 @@ into memory, which is fast for random access to sets that exceed the cache.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from anechoic.data.content_checksums import FileHashes
 from anechoic.data.decoding import Undecodable
 from anechoic.data.source import EncodedSource, check_labels, digest, number_classes
 from anechoic.errors import UserError
-from anechoic.storage.safe_io import read_regular, reason, refuse_odd_files
+from anechoic.storage.safe_io import is_inside, read_regular, reason, refuse_odd_files
 
 # What `datasets` raises for names that do not exist and for damaged folders.
 LOAD_ERRORS = (OSError, LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError)
@@ -121,7 +122,7 @@ def _names_a_file(cell: Any) -> bool:
 
 
 class NamedImages:
-    """Image files that cells without bytes name, relative to a folder; known after `identify`."""
+    """Image files that cells without bytes name, below a folder; known after `identify`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -130,12 +131,18 @@ class NamedImages:
 
     def identify(self, names: Iterable[str]) -> tuple[str | np.ndarray, ...]:
         """Hash the files; return what a fingerprint is made of."""
-        self.numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        named = list(dict.fromkeys(names))
+        self.numbers = {name: k for k, name in enumerate(name for name in named if is_inside(self.folder, name))}
         self.hashes = FileHashes(self.folder, list(self.numbers))
-        return (*self.numbers, self.hashes.all)
+        return (*named, self.hashes.all)
 
     def read(self, name: str) -> bytes:
-        data = read_regular(self.folder / name)
+        if not is_inside(self.folder, name):
+            raise OSError(errno.EACCES, "outside the folder of its table, where --allow-outside would read it")
+        try:
+            data = read_regular(self.folder / name)
+        except ValueError as error:
+            raise Undecodable(f"its path is not one of a file ({reason(error)})") from error
         if name in self.numbers:
             self.hashes.check_data(self.numbers[name], data)
         return data
@@ -192,7 +199,7 @@ def _image_column(schema: Any, path: Path) -> str:
         return kinds.is_binary(kind) or kinds.is_large_binary(kind)
 
     for field in sorted(schema, key=lambda field: field.name not in ("image", "img")):
-        nested = kinds.is_struct(field.type) and any(holds_bytes(child.type) for child in field.type)
+        nested = kinds.is_struct(field.type) and any(c.name == "bytes" and holds_bytes(c.type) for c in field.type)
         if nested or holds_bytes(field.type):
             return field.name
     raise UserError(
@@ -239,9 +246,9 @@ def number_values(
 class HubSet(EncodedSource):
     """A split of a `datasets` data set; rows stay in its memory-mapped Arrow files."""
 
-    def __init__(self, rows: Any, *, column: str, channels: int):
+    def __init__(self, rows: Any, folder: Path, *, column: str, channels: int):
         super().__init__(channels=channels)
-        self.rows, self.column, self.named = rows, column, NamedImages(Path())
+        self.rows, self.column, self.named = rows, column, NamedImages(folder)
         self.hashes = FileHashes("", sorted(file["filename"] for file in rows.cache_files))
 
     def compute_fingerprint(self) -> str:
@@ -300,6 +307,8 @@ def open_hub(name: str, *, labels: bool, channels: int) -> HubSet:
     files = sorted((Path(file["filename"]).name, Path(file["filename"]).stat().st_size) for file in rows.cache_files)
     found = HubSet(
         rows.select_columns([column]).cast_column(column, datasets.Image(decode=False)),
+        # What was downloaded, and names its own files, is in the cache of `datasets`.
+        Path(name if Path(name).is_dir() else datasets.config.HF_CACHE_HOME),
         column=column,
         channels=channels,
     )

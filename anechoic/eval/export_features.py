@@ -15,10 +15,12 @@ from anechoic.eval.encoders import Encoder
 from anechoic.eval.feature_cache import features_of
 from anechoic.eval.features import Pooling
 from anechoic.eval.tensors import warn_if_constant
+from anechoic.outcome import as_utf8
 from anechoic.storage.files import write_aside, write_json
 
 FORMATS = (".npz", ".npy", ".parquet", ".csv")
 CHUNK = 4096
+FORMULA = tuple("=+-@\t\r\n")
 
 
 def embed_source(
@@ -93,21 +95,29 @@ def parquet_modules() -> tuple[Any, Any]:
 def write_parquet(path: Path, vectors: np.ndarray, names: Sequence[str], about: dict[str, str]) -> None:
     pa, pq = parquet_modules()
     dim = vectors.shape[1]
-    schema = pa.schema([("name", pa.string()), ("features", pa.list_(pa.float32(), dim))], metadata=about)
+    schema = pa.schema(
+        [("name", pa.string()), ("features", pa.list_(pa.float32(), dim))],
+        metadata={key: as_utf8(value) for key, value in about.items()},
+    )
     with pq.ParquetWriter(path, schema) as writer:
         for rows in chunks(len(vectors)):
             values = pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(vectors[rows]).ravel()), dim)
-            writer.write_table(pa.table([pa.array(names[rows], pa.string()), values], schema=schema))
+            writer.write_table(pa.table([pa.array(map(as_utf8, names[rows]), pa.string()), values], schema=schema))
 
 
 def write_csv(path: Path, vectors: np.ndarray, names: Sequence[str], about: dict[str, str]) -> None:
-    with open(path, "w", newline="") as file:
+    with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["name", *(f"layer{about['layer']}_{about['pooling']}_{j}" for j in range(vectors.shape[1]))])
         for rows in chunks(len(vectors)):
             # repr of a float32 is the shortest text that reads back as the same number.
             block = np.asarray(vectors[rows], dtype=np.float32)
-            writer.writerows([name, *map(str, row)] for name, row in zip(names[rows], block, strict=True))
+            writer.writerows([csv_cell(name), *map(str, row)] for name, row in zip(names[rows], block, strict=True))
+
+
+def csv_cell(text: str) -> str:
+    """Return the text, after an apostrophe if a spreadsheet would compute it as a formula."""
+    return f"'{as_utf8(text)}" if text.startswith(FORMULA) else as_utf8(text)
 
 
 def chunks(count: int) -> Iterator[slice]:

@@ -21,6 +21,8 @@ SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
 # Directions with less than this share of the largest variance are not blown up.
 FLOOR = 1e-6
 CHUNK = 16384
+# A deviation up to this fraction of the mean is that of a constant, but for rounding.
+ROUNDING = 1e-6
 
 
 class Affine(NamedTuple):
@@ -51,13 +53,19 @@ def fit_scaling(features: np.ndarray | Tensor, scaling: Scaling) -> Affine | Non
         variance = sum((part - mean).square().sum(dim=0) for part in chunks(features)) / n
         assert isinstance(variance, Tensor)
         deviation = variance.sqrt()
-        return Affine(mean, torch.where(deviation > 1e-6 * mean.abs(), 1 / deviation, 0.0))
+        return Affine(mean, torch.where(deviation > ROUNDING * mean.abs(), 1 / deviation, 0.0))
     covariance = torch.zeros(len(mean), len(mean), dtype=torch.float64, device=mean.device)
     for part in chunks(features):
         centered = part - mean
         covariance += centered.T @ centered
     variances, directions = torch.linalg.eigh(covariance / n)
     return Affine(mean, directions / (variances.clamp(min=0) + FLOOR * variances[-1].clamp(min=1e-30)).sqrt())
+
+
+def is_constant(features: np.ndarray | Tensor) -> bool:
+    """Return whether all vectors (n, D) are equal, but for rounding: scaled to deviation 1, only noise would remain."""
+    scaling = fit_scaling(features, "standardized")
+    return scaling is not None and not bool(scaling.matrix.any())
 
 
 def apply_scaling(features: np.ndarray | Tensor, change: Affine | None) -> Tensor:

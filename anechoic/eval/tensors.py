@@ -46,8 +46,8 @@ def warn_if_constant(features: np.ndarray | Tensor, name: str) -> None:
     """Warn if all vectors (n, D) are equal: such features distinguish no images."""
     if len(features) > 1 and all(bool((row == features[0]).all()) for row in features):
         warnings.warn(
-            f"The features {name} are the same for all {len(features)} images and distinguish none of them: the "
-            "weights are damaged, the network has collapsed, or this layer does not depend on the image.",
+            f"The features {name} are the same for all {len(features)} images and distinguish none of them: the images "
+            "are equal, the weights are damaged, the network has collapsed, or this layer ignores the image.",
             stacklevel=3,
         )
 

@@ -211,7 +211,8 @@ def best_clusters(sample: Tensor, *, seed: int) -> Tensor:
 
     part = sample[sampled(len(sample), MAPPED, seed=seed)]
     scores: dict[float, int] = {}
-    for count in (count for count in CLUSTERS if count < len(part) / 4):
+    most = min(len(part) / 4, len(torch.unique(part, dim=0)))
+    for count in (count for count in CLUSTERS if count < most):
         centers = k_means(part, count, seed=seed)
         label = (part @ centers.T).argmax(dim=1).numpy()
         if 1 < len(np.unique(label)) < len(part):

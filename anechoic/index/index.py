@@ -25,9 +25,10 @@ from anechoic.data.source import digest, readable
 from anechoic.errors import NotFiniteError, UserError
 from anechoic.eval.encoders import Encoder, flat
 from anechoic.eval.feature_cache import create_table, features_of
-from anechoic.eval.feature_scaling import CHUNK, Affine, Scaling, fit_scaling, unit_vectors
+from anechoic.eval.feature_scaling import CHUNK, Affine, Scaling, fit_scaling, is_constant, unit_vectors
 from anechoic.eval.features import Pooling, choose_layers
 from anechoic.eval.metrics.knn import Neighbors, nearest_units
+from anechoic.eval.tensors import warn_if_constant
 from anechoic.storage.cache import OpenEntry, open_entry
 from anechoic.storage.files import write_aside
 
@@ -226,6 +227,9 @@ class Searchable:
 
     @classmethod
     def of(cls, vectors: np.ndarray, scaling: Scaling) -> Searchable:
+        if is_constant(vectors):  # without their mean, no direction would be left
+            warn_if_constant(vectors, "of the collection")
+            scaling = "raw"
         change = fit_scaling(vectors, scaling)
         return cls(unit_vectors(vectors, change), change)
 

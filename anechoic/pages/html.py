@@ -14,7 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from anechoic.outcome import plain
+from anechoic.outcome import as_utf8, plain
 from anechoic.pages.tables import cell
 from anechoic.storage.files import write_aside
 
@@ -84,7 +84,7 @@ def page(
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>'
         f'<link rel="icon" href="data:,"><style>{_asset("page.css")}{style}</style>'
     )
-    lines = "\n".join(part for part in body if part)
+    lines = as_utf8("\n".join(part for part in body if part))
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{lines}\n</body></html>\n'
 
 

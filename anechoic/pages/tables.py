@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from anechoic.outcome import printable
+
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """A table with aligned columns; numbers to the right, None as a dash."""
@@ -22,7 +24,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 def cell(value: Any) -> str:
     if value is None:
         return "–"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else printable(str(value))
 
 
 def percent(value: float) -> float:

@@ -26,8 +26,11 @@ from anechoic.models import family_of, to_json
 from anechoic.models.network import Network, check_marks
 from anechoic.runtime.fsdp import distribute
 from anechoic.runtime.model_card import FORMAT, network_of
+from anechoic.runtime.run import read_environment
 from anechoic.storage.files import (
+    SEAL,
     checksum,
+    digest_of,
     flush,
     remove,
     sealed,
@@ -221,17 +224,18 @@ def export_weights(run: str | Path) -> Path:
 
 
 def write_model(path: Path, tensors: Mapping[str, Tensor], card: Mapping[str, Any]) -> Path:
-    """Write a model directory atomically: model.safetensors, and config.json with its checksum."""
+    """Write a model directory atomically: model.safetensors, and config.json with its checksum and its own."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with write_aside(path, folder=True) as temporary:
         write_tensors(temporary / "model.safetensors", tensors)
-        write_json(temporary / "config.json", {**card, WEIGHTS_CHECKSUM: checksum(temporary / "model.safetensors")})
+        weights = checksum(temporary / "model.safetensors")
+        write_json(temporary / "config.json", sealed({**card, WEIGHTS_CHECKSUM: weights}))
     return path
 
 
 def _weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the weights (the EMA if there is one) and the card of a model directory or checkpoint."""
-    card = read_table(path / "config.json")
+    card = read_card(path)
     try:
         name = "ema" if _has_ema(path) else "model"
         expected = card.pop(WEIGHTS_CHECKSUM, None)
@@ -243,6 +247,31 @@ def _weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return read_tensors(path, name), card
     except (OSError, SafetensorError) as problem:
         raise UserError(f"{path} holds no readable weights ({reason(problem)}).") from problem
+
+
+def read_card(path: Path) -> dict[str, Any]:
+    """Return config.json of a model directory or checkpoint; UserError if it is not what was written.
+
+    A card without any checksum was made by hand.
+    """
+    file = path / "config.json"
+    card = read_table(file)
+    own = card.pop(SEAL, None) if WEIGHTS_CHECKSUM in card else None
+    elsewhere = _card_checksum(path)
+    if own not in (None, digest_of(card)) or (own is None and elsewhere not in (None, checksum(file))):
+        raise UserError(
+            f"{file} was edited or damaged after it was written: restore it, or write the model again from a "
+            "checkpoint."
+        )
+    return {name: value for name, value in card.items() if name != SEAL}
+
+
+def _card_checksum(path: Path) -> Any:
+    """Return the checksum of config.json in a checkpoint's state.json, or in the env.json of a finished run."""
+    if (path / "state.json").is_file():
+        listed = read_table(path / "state.json").get("checksums")
+        return listed.get("config.json") if isinstance(listed, dict) else None
+    return read_environment(path.parent).get("files", {}).get("model/config.json") if path.name == "model" else None
 
 
 def _has_ema(path: Path) -> bool:

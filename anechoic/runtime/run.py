@@ -31,7 +31,7 @@ from anechoic.storage.files import (
     unsealed,
     write_json,
 )
-from anechoic.storage.safe_io import read_table
+from anechoic.storage.safe_io import read_regular, read_table, reason
 
 log = logging.getLogger("anechoic")
 
@@ -39,6 +39,7 @@ log = logging.getLogger("anechoic")
 CLOCK_FIELDS = ("seconds", "images_per_second")
 # Kinds of a metrics line measured on held-out samples: of this version and of earlier ones.
 VALIDATION = ("validation", "monitor", "watch")
+MAX_METRICS_BYTES = 1 << 31
 # Seconds to wait for a run directory's lock before it counts as taken.
 PATIENCE = 5.0
 # Files that a finished run must still have, unchanged.
@@ -73,9 +74,11 @@ def _records(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield each complete record and the length of the file up to its end."""
     length = 0
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        lines = read_regular(path, limit=MAX_METRICS_BYTES).splitlines(keepends=True)
     except FileNotFoundError:
         return
+    except OSError as problem:
+        raise UserError(f"{path} cannot be read ({reason(problem)}): restore the file from a copy.") from problem
     for number, line in enumerate(lines, 1):
         if not line.endswith(b"\n"):
             return
@@ -137,6 +140,8 @@ def read_environment(path: Path) -> dict[str, Any]:
 
 def holder(path: Path) -> int | None:
     """Return the process of this machine that owns the run directory; None if there is none here."""
+    if not (path / ".lock").exists():  # locking would create it, and a deleted directory
+        return None
     lock = FileLock(path / ".lock", timeout=0, thread_local=False)
     try:
         with lock:

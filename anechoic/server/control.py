@@ -62,6 +62,8 @@ class Control:
             raise UserError("The training belongs to another user, who has to stop it.") from None
 
     def resume(self) -> None:
+        if not self.run.is_dir():
+            raise UserError(f"{self.run} was deleted, so there is nothing to resume.")
         if self.state != "stopped":
             raise UserError(f"{self.run} is {self.state}, so there is nothing to resume.")
         with open(self.run / LOG, "w") as log:

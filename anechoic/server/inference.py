@@ -30,6 +30,7 @@ from anechoic.eval.projections import eigenvector_colors
 from anechoic.eval.reconstruction import filled_in, grid_of, reconstructs, to_pixels
 from anechoic.eval.tensors import check_finite
 from anechoic.index.index import SCALING, VECTOR, Index, Searchable, Vector, encoder_for, open_index
+from anechoic.outcome import as_utf8
 from anechoic.pages.run_page import as_bytes
 from anechoic.pages.runs import RunOnDisk, encoder_of, open_run
 from anechoic.pages.thumbnails import thumbnail
@@ -242,7 +243,7 @@ class Collection:
         ]
 
     def name(self, row: int) -> str:
-        return self.index.source.name(int(self.index.ids[row]))
+        return as_utf8(self.index.source.name(int(self.index.ids[row])))
 
     def picture(self, row: int) -> str:
         pixels = self.index.source.read(int(self.index.ids[row]), min_side=2 * PICTURE)

@@ -24,6 +24,8 @@ MAX_IMAGE_BYTES = 1 << 28
 MAX_JSON_BYTES = 1 << 26
 # An archive may unpack to this size, or to this multiple of its own size.
 MAX_UNPACKED, MAX_RATIO = 1 << 26, 50
+# Set to 1, tables may name files outside their folder. Processes that a command starts inherit it.
+OUTSIDE = "ANECHOIC_ALLOW_OUTSIDE"
 
 
 @contextmanager
@@ -90,6 +92,25 @@ def refuse_bomb(archive: ZipFile, path: str | Path) -> None:
             f"{path} would unpack to {unpacked:,} bytes, {unpacked // max(1, own)} times its size: it is refused as a "
             f"decompression bomb; store its content with less or no compression."
         )
+
+
+@contextmanager
+def outside_allowed() -> Iterator[None]:
+    """Let tables name files outside their folder while open."""
+    before = os.environ.get(OUTSIDE)
+    os.environ[OUTSIDE] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(OUTSIDE)
+        if before is not None:
+            os.environ[OUTSIDE] = before
+
+
+def is_inside(folder: str | Path, name: str) -> bool:
+    """Return whether a name that untrusted data give stays below the folder; links in the folder are the user's."""
+    root = os.path.abspath(folder)
+    return os.environ.get(OUTSIDE) == "1" or Path(os.path.abspath(os.path.join(root, name))).is_relative_to(root)
 
 
 def refuse_odd_files(folder: Path) -> None:

@@ -35,14 +35,17 @@ class Finding:
     remedy: str = ""
 
 
-def examine(run: Path | None = None) -> list[Finding]:
-    """Run every check of the machine and of the given run or model directory."""
+def examine(run: Path | None = None, *, open_data: bool = False) -> list[Finding]:
+    """Run every check of the machine and of the given run or model directory.
+
+    open_data: open the run's data as well. Its config, which another person may have written, names any path or URL.
+    """
     checks: list[Callable[[], Iterator[Finding]]] = [versions, devices, threads, shared_memory, files, disks, caches]
     found = [finding for check in checks for finding in check()]
     if run is not None:
         if not run.is_dir():
             raise UserError(f"There is no run or model directory {run}.")
-        found += run_findings(run)
+        found += run_findings(run, open_data=open_data)
     return found
 
 
@@ -168,10 +171,10 @@ def size(count: float) -> str:
 # ---- a run
 
 
-def run_findings(run: Path) -> list[Finding]:
+def run_findings(run: Path, *, open_data: bool) -> list[Finding]:
     found = [*leftovers(run), *weights(run)]
     if (run / "config.json").exists() and not (run / "model.safetensors").exists():
-        found += [*metrics(run), *checkpoints(run), *data(run), *ending(run)]
+        found += [*metrics(run), *checkpoints(run), *data(run, open_data=open_data), *ending(run)]
     return found
 
 
@@ -253,19 +256,23 @@ def checkpoints(run: Path) -> Iterator[Finding]:
     )
 
 
-def data(run: Path) -> Iterator[Finding]:
-    """Check that the run's data is still there, unchanged and readable."""
+def data(run: Path, *, open_data: bool) -> Iterator[Finding]:
+    """Check that the run's data is still there, unchanged and readable; only embedded data are opened unasked."""
     from anechoic.config import from_json
+    from anechoic.data import EMBEDDED
     from anechoic.data.source import BadImage
     from anechoic.runtime.run import read_frozen_config
-    from anechoic.training.build import open_data
+    from anechoic.training import build
 
     try:
         values = read_frozen_config(run)
         if values is None:
             return
         config = from_json(values)
-        source = open_data(config)
+        if not open_data and config.data.source.split(":")[0] not in EMBEDDED:
+            yield Finding("data", "note", f"not opened: {config.data.source}", "give --data to check it as well")
+            return
+        source = build.open_data(config)
     except UserError as problem:
         yield Finding("data", "problem", str(problem), "put the data back at the path in the run's config.json")
         return

@@ -15,10 +15,12 @@ import pytest
 import torch
 from tiny_pages import picture
 from tiny_runs import write_run
+from zoo import make
 
 import anechoic
 from anechoic.cli.main import main
 from anechoic.data import files, open_source
+from anechoic.data.preprocess import Preprocess
 from anechoic.errors import UserError
 from anechoic.eval import feature_cache
 from anechoic.eval.encoders import flat, open_encoder
@@ -29,6 +31,7 @@ from anechoic.index import collection as exploring
 from anechoic.index import index
 from anechoic.index.index import Searchable, nearest_others, open_index
 from anechoic.index.queries import resolve
+from anechoic.runtime.checkpoint import model_card, write_model
 from anechoic.storage.cache import cache_dir, open_entry
 from anechoic.storage.safe_io import read_regular
 
@@ -493,6 +496,35 @@ def test_explore_reports_duplicates_clusters_and_outliers(run, photos, capsys, t
     assert data_of(page)["metrics"] == found
     text = page.read_text()
     assert all(f'data-name="{name}.csv"' in text for name in ("duplicates", "outliers", "clusters"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scaling", ["raw", "centered", "standardized", "whitened"])
+def test_explore_of_identical_images_lists_them_as_duplicates(run, tmp_path, capsys, scaling):
+    """Without their mean, only rounding would be left of their vectors."""
+    (tmp_path / "same").mkdir()
+    for i in range(40):
+        picture(0).save(tmp_path / "same" / f"{i:02d}.png")
+    with pytest.warns(UserWarning, match="are the same for all 40 images") as warned:
+        found = metrics_of(
+            capsys, "explore", run, tmp_path / "same", "-o", tmp_path / "page.html", "--scaling", scaling
+        )
+    assert len(warned) == 1
+    assert [len(group["images"]) for group in found["duplicates"]] == [40]
+    assert [cluster["size"] for cluster in found["clusters"]] == [40]
+
+
+@pytest.mark.slow
+def test_explore_of_zero_features_warns_and_finds_no_duplicates(photos, tmp_path, capsys):
+    model = make("mae")
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    zero = write_model(
+        tmp_path / "zero", model.state_dict(), model_card(model, Preprocess((0.5,) * 3, (0.25,) * 3, 16, 3))
+    )
+    with pytest.warns(UserWarning, match="are the same for all 36 images"):
+        found = metrics_of(capsys, "explore", zero, photos, "-o", tmp_path / "page.html", "--vector", "class")
+    assert found["duplicates"] == []
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from anechoic.errors import UserError
 from anechoic.models import build_model
 from anechoic.recipes import recipe
 from anechoic.runtime import checkpoint
+from anechoic.runtime.run import Run
 from anechoic.training.build import check
 from anechoic.training.optim import parameter_groups
 
@@ -286,6 +287,47 @@ def test_card_describes_the_network(tmp_path):
     assert card["config"]["alphas"] == pytest.approx([1, 1 - 0.4 / 3, 1 - 0.8 / 3, 0.6])
 
 
+def edit_mean(path):
+    card = json.loads((path / "config.json").read_text())
+    card["preprocess"]["mean"] = [0.9]
+    (path / "config.json").write_text(json.dumps(card))
+
+
+def test_edited_card_is_refused(tmp_path):
+    """Other statistics or another image size would change every feature without a word."""
+    checkpointed = write(tmp_path / "checkpoints", seen=64)
+    for path in (checkpoint.export_weights(tmp_path), checkpointed):
+        assert anechoic.load(path)
+        edit_mean(path)
+        with pytest.raises(UserError, match=r"config.json was edited or damaged after it was written: restore it"):
+            anechoic.load(path)
+
+
+def test_edited_card_of_an_earlier_version_is_refused(tmp_path):
+    """It has no checksum of its own; the run's env.json has one."""
+    write(tmp_path / "checkpoints", seen=64)
+    path = checkpoint.export_weights(tmp_path)
+    card = json.loads((path / "config.json").read_text())
+    del card["checksum"]
+    (path / "config.json").write_text(json.dumps(card))
+    with Run(tmp_path) as run:
+        run.finish({})
+    assert anechoic.load(tmp_path)
+    edit_mean(path)
+    with pytest.raises(UserError, match="was edited or damaged"):
+        anechoic.load(tmp_path)
+
+
+def test_card_without_checksums_is_believed(tmp_path):
+    write(tmp_path / "checkpoints", seen=64)
+    path = checkpoint.export_weights(tmp_path)
+    card = json.loads((path / "config.json").read_text())
+    del card["weights_sha256"]
+    (path / "config.json").write_text(json.dumps(card))
+    edit_mean(path)
+    assert anechoic.load(path).preprocess.mean == (0.9,)
+
+
 def test_what_is_no_model_is_refused(tmp_path):
     for directory, words in ((tmp_path / "nowhere", "There is no run"), (tmp_path, "holds no weights")):
         with pytest.raises(UserError, match=words):
@@ -294,6 +336,7 @@ def test_what_is_no_model_is_refused(tmp_path):
         checkpoint.export_weights(tmp_path)
     path = write(tmp_path, seen=64)
     card = json.loads((path / "config.json").read_text())
+    (path / "state.json").unlink()
     (path / "config.json").write_text(json.dumps({**card, "format": "anechoic/9"}))
     with pytest.raises(UserError, match="format 'anechoic/9'"):
         anechoic.load(path)

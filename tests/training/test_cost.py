@@ -15,6 +15,7 @@ from tiny_runs import cost_config
 
 from anechoic.cli.main import main
 from anechoic.cli.tools.plan import budget_of
+from anechoic.errors import UserError
 from anechoic.recipes import recipe
 from anechoic.training.build import make_model, make_optimizer
 from anechoic.training.cost import DEVICES, memory_by_part, passes_of, plan
@@ -242,7 +243,30 @@ def test_changed_data_is_found(run: Path, tmp_path: Path, capsys) -> None:
     assert "not the data" in findings(capsys, broken)["data"]["found"]
     config["data"]["source"] = str(tmp_path / "gone")
     (broken / "config.json").write_text(json.dumps(config))
-    assert findings(capsys, broken)["data"]["state"] == "problem"
+    assert findings(capsys, broken, "--data")["data"]["state"] == "problem"
+
+
+@pytest.mark.parametrize(
+    "source", ["ftp://server.example/images", "hf:somebody/images", "/elsewhere/images", "../images"]
+)
+def test_doctor_opens_data_only_when_asked(source: str, run: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    """The run may be another person's, and its config may name a server or any file of this machine."""
+    foreign = copy_of(run, tmp_path)
+    (foreign / "env.json").unlink()
+    config = json.loads((foreign / "config.json").read_text())
+    config["data"]["source"] = source
+    (foreign / "config.json").write_text(json.dumps(config))
+    opened: list[str] = []
+
+    def open_data(config) -> None:
+        opened.append(config.data.source)
+        raise UserError("There is no such data.")
+
+    monkeypatch.setattr("anechoic.training.build.open_data", open_data)
+    found = findings(capsys, foreign)["data"]
+    assert (found["state"], found["found"], opened) == ("note", f"not opened: {source}", [])
+    assert findings(capsys, foreign, "--data")["data"]["state"] == "problem"
+    assert opened == [source]
 
 
 def test_little_shared_memory_is_a_problem(monkeypatch) -> None:

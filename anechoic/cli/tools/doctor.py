@@ -11,18 +11,19 @@ from anechoic.outcome import Outcome
 
 
 @command
-def doctor(run: PathLike | None = None, /) -> Outcome:
+def doctor(run: PathLike | None = None, /, *, data: bool = False) -> Outcome:
     """Check this machine, or a run too, for known problems, and print what to do about each.
 
     Example: anechoic tools doctor runs/photos
 
     Args:
         run: a run or model directory to check as well.
+        data: open the run's data, too, at the path or URL in its config, which another person may have written.
     """
     from anechoic.training.doctor import examine
 
     started = time.perf_counter()
-    findings = examine(None if run is None else Path(run))
+    findings = examine(None if run is None else Path(run), open_data=data)
     marks = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}
     lines = [
         f"{marks[item.state]} {item.what}: {item.found}" + (f" -> {item.remedy}" if item.remedy else "")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from anechoic.cli._command import command
 from anechoic.cli.options import Data, Out
-from anechoic.outcome import Outcome
+from anechoic.outcome import Outcome, printable
 
 
 @command
@@ -38,7 +38,9 @@ def shard(data: Data, /, *, out: Out, labels: bool = False, shard_bytes: int = 1
     ]
     if written.skipped:
         name, why = written.skipped[0]
-        lines.append(f"{len(written.skipped)} images could not be read and were skipped; the first is {name} ({why}).")
+        lines.append(
+            f"{len(written.skipped)} images could not be read and were skipped; the first is {printable(name)} ({why})."
+        )
     return Outcome(
         config={},
         metrics={

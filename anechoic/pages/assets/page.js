@@ -30,7 +30,9 @@
 
   // ---- lists as CSV
   const csv = (rows) => rows.map((row) => row.map((cell) => {
-    const text = cell === null ? "" : String(cell);
+    // A spreadsheet would compute text that begins like a formula.
+    const formula = typeof cell === "string" && /^[=+\-@\t\r\n]/.test(cell);
+    const text = cell === null ? "" : (formula ? "'" : "") + String(cell);
     return /[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
   }).join(",")).join("\r\n") + "\r\n";
   for (const button of document.querySelectorAll("button.download")) {
