@@ -7,12 +7,12 @@ from typing import Any
 
 from anechoic.errors import UserError, nearest_name
 from anechoic_lab.grids import Grid, Variant
-from anechoic_lab.paper import full, pocket
+from anechoic_lab.paper import full, muon_tables, pocket
 from anechoic_lab.studies import anatomy, cifar_length, crossover, emoji_styles, muon_lr
 
 # Scale -> the modules whose GRIDS and GROUPS it has.
 SCALES: dict[str, tuple[Any, ...]] = {
-    "pocket": (pocket, crossover, emoji_styles, cifar_length, muon_lr, anatomy),
+    "pocket": (pocket, muon_tables, crossover, emoji_styles, cifar_length, muon_lr, anatomy),
     "full": (full,),
 }
 

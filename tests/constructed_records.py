@@ -6,9 +6,10 @@ import numpy as np
 
 from anechoic.sweeps.evaluation import BRANCH_RANKS, COMPONENT_SHARES, packed
 from anechoic_lab import catalog
+from anechoic_lab.paper import pocket
 from anechoic_lab.records.pages import write_page
 from anechoic_lab.records.statistics import Records
-from anechoic_lab.studies import cifar_length, emoji_styles
+from anechoic_lab.studies import emoji_styles
 
 POCKET_GRIDS = {grid.name: grid for grid in catalog.choose("all", "pocket")}
 
@@ -20,7 +21,7 @@ def fake_metrics(rng):
     """Return random values for every metric that a page reads."""
     keys = [f"{kind}_{token}" for kind in ("knn", "knn_standardized") for token in ("mean", "class")]
     plain = [
-        *cifar_length.MEASURES,
+        *pocket.LONG_PROBES,
         *(key for key in emoji_styles.MEASURES if "." not in key),
         "probe",
         "frechet",

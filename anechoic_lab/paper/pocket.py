@@ -9,11 +9,11 @@ chosen on test labels: settings come from the paper and from the time available.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from anechoic.choices import AlphaMin, ShortcutForm
+from anechoic.choices import Algorithm, AlphaMin, ShortcutForm
 from anechoic.config import (
     Config,
     DataConfig,
@@ -43,6 +43,7 @@ PAIR = (1.0, 0.6)
 def mae(
     alpha_min: AlphaMin = 1.0,
     *,
+    algorithm: Algorithm = "adamw",
     samples: int = SAMPLES,
     batch: int = 128,
     lr: float = 1e-3,
@@ -70,7 +71,13 @@ def mae(
         ),
         model=ModelConfig("mae_tiny_patch4", {**MODEL, **options}),
         shortcut=ShortcutConfig(alpha_min=alpha_min, form=form, schedule=schedule, anneal=anneal),
-        optim=OptimConfig(batch_size=batch, samples=samples, lr=lr, schedule="constant" if constant_lr else "cosine"),
+        optim=OptimConfig(
+            algorithm=algorithm,
+            batch_size=batch,
+            samples=samples,
+            lr=lr,
+            schedule="constant" if constant_lr else "cosine",
+        ),
         validation=ValidationConfig(every=max(samples // 5, batch), report=max(samples // 40, batch)),
         save=SaveConfig(
             every=max(samples // max(4, checkpoints), batch), keep_every=samples // checkpoints if checkpoints else 0
@@ -83,18 +90,22 @@ def mae(
 # ---- masked autoencoders: Tables 1, 2, 3a, 3b and Figure 5 share their trials
 
 
-def mae_variants() -> dict[str, Variant]:
-    evaluation = replace(EVALUATION, checkpoints=True)
-    found = {f"alpha{alpha:g}": Variant(mae(alpha, checkpoints=4), evaluation) for alpha in ALPHAS}
-    found |= {
-        "noskips-alpha1": Variant(mae(1.0, skips=False, zero_init=True), EVALUATION),
-        "noskips-alpha0.6": Variant(mae(0.6, skips=False), EVALUATION),
-        "branch": Variant(mae(1.0, form="branch"), EVALUATION),
-        "both": Variant(mae(1.0, form="both"), EVALUATION),
-        "attention": Variant(mae(0.6, form="attention"), EVALUATION),
-        "mlp": Variant(mae(0.6, form="mlp"), EVALUATION),
+def mae_variants(
+    make: Callable[..., Config] = mae, evaluation: EvalPlan = EVALUATION, alphas: Sequence[float] = ALPHAS
+) -> dict[str, Variant]:
+    """make: an autoencoder of a given alpha_min and other options of `mae`."""
+    found = {
+        f"alpha{alpha:g}": Variant(make(alpha, checkpoints=4), replace(evaluation, checkpoints=True))
+        for alpha in alphas
     }
-    return found
+    return found | {
+        "noskips-alpha1": Variant(make(1.0, skips=False, zero_init=True), evaluation),
+        "noskips-alpha0.6": Variant(make(0.6, skips=False), evaluation),
+        "branch": Variant(make(1.0, form="branch"), evaluation),
+        "both": Variant(make(1.0, form="both"), evaluation),
+        "attention": Variant(make(0.6, form="attention"), evaluation),
+        "mlp": Variant(make(0.6, form="mlp"), evaluation),
+    }
 
 
 PROBES = {
@@ -105,6 +116,12 @@ PROBES = {
     "knn_standardized_mean": "k-NN, mean token standardized",
     "knn_standardized_class": "k-NN, class token standardized",
     "entropy": "rank (entropy)",
+}
+# For runs in which decay leads: more images, and whitened features too.
+LONG_EVALUATION = replace(EVALUATION, max_train=10_000, max_test=5000, whitened=True)
+LONG_PROBES = PROBES | {
+    "knn_whitened_mean": "k-NN, mean token whitened",
+    "knn_whitened_class": "k-NN, class token whitened",
 }
 
 

@@ -14,10 +14,12 @@ import numpy as np
 from anechoic.eval.correlation import pearson
 from anechoic.pages import figures
 from anechoic_lab.grids import Grid
-from anechoic_lab.paper.pocket import SHOWN
+from anechoic_lab.paper import pocket
 from anechoic_lab.records.map_pages import anatomy_body, axes_body, length_body, lengths_body
 from anechoic_lab.records.markdown_tables import agreement, difference_table, line, measured_table, signed
+from anechoic_lab.records.scoreboard import cpu_minutes, records_of, scoreboard
 from anechoic_lab.records.statistics import Estimate, Records, dig, estimate, over_time, verdict
+from anechoic_lab.studies import crossover
 
 
 def write_page(grid: Grid, results: Path, out: Path, *, command: str) -> Path:
@@ -33,28 +35,30 @@ def write_page(grid: Grid, results: Path, out: Path, *, command: str) -> Path:
     return path
 
 
-def records_of(grid: Grid, results: Path) -> Records:
-    return Records(*(results / group for group in (grid.group, *grid.others)))
-
-
 def has_records(grid: Grid, results: Path) -> bool:
     records = records_of(grid, results)
     return any(records.count(name) for name in grid.needed())
 
 
 def write_index(grids: Sequence[Grid], results: Path, out: Path, *, tally: bool = False) -> Path:
-    """Write the list of all pages with the number of records of each; tally: link the page of all pairs."""
-    lines = ["# Evidence", "", INTRODUCTION, "", "| page | trials with a record | CPU time |", "|---|---|---|"]
-    for grid in grids:
-        records = records_of(grid, results)
-        shown = grid.needed()
-        count = sum(records.count(name) for name in shown)
-        seconds = sum(record["cpu_seconds"] for name in shown for record in records.by_variant.get(name, {}).values())
-        lines.append(f"| [{grid.title}]({grid.name}.md) | {count} | {seconds / 60:.0f} min |")
+    """Write the scoreboard and the list of all pages with their records; tally: link the page of all pairs."""
+    lines = ["# Evidence", "", INTRODUCTION, "", "## The paper's claims", "", *scoreboard(results), ""]
+    short = pocket.GRIDS.keys() | crossover.GRIDS.keys()
+    for title, shown in (
+        ("Pages", [grid for grid in grids if grid.name not in short]),
+        ("Appendix: short runs with AdamW", [grid for grid in grids if grid.name in short]),
+    ):
+        lines += [f"## {title}", "", "| page | trials with a record | CPU time |", "|---|---|---|"]
+        for grid in shown:
+            records = records_of(grid, results)
+            count = sum(records.count(name) for name in grid.needed())
+            minutes = cpu_minutes(records, grid.needed())
+            lines.append(f"| [{grid.title}]({grid.name}.md) | {count} | {minutes:.0f} min |")
+        lines.append("")
     if tally:
-        lines += ["", "[The search for a setting that profits](tally.md) has every pair of the map in one table."]
+        lines += ["[The search for a setting that profits](tally.md) has every pair of the map in one table."]
     path = out / "README.md"
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text("\n".join(lines).rstrip() + "\n")
     return path
 
 
@@ -241,7 +245,9 @@ def pictures_body(grid: Grid, records: Records, out: Path) -> list[str]:
     for row in grid.rows:
         kept = {seed: metrics for seed, metrics in records.metrics(row.variant).items() if "pictures" in metrics}
         for seed, metrics in sorted(kept.items())[:1]:
-            path = draw_kept(metrics["pictures"], SHOWN[grid.name], out / f"{grid.name}-{row.variant}", row.label)
+            path = draw_kept(
+                metrics["pictures"], pocket.SHOWN[grid.name], out / f"{grid.name}-{row.variant}", row.label
+            )
             lines += [f"![{row.label}, seed {seed}]({path.name})", ""]
     return lines
 

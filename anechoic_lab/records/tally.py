@@ -13,6 +13,7 @@ from anechoic.pages.estimates import ENOUGH
 from anechoic_lab.grids import Grid
 from anechoic_lab.records.map_pages import baseline_of
 from anechoic_lab.records.markdown_tables import line, signed
+from anechoic_lab.records.scoreboard import cpu_minutes
 from anechoic_lab.records.statistics import Estimate, Records
 
 SEARCHED = ("table2", "table3b", "long-blocks", "early", "search", "axes", "remedies")
@@ -44,12 +45,7 @@ class Pair(NamedTuple):
         return [self.lead(f"layers.mean.knn.{block}") for block in range(1, depth)]
 
     def minutes(self) -> float:
-        seconds = [
-            record["cpu_seconds"]
-            for variant in (self.decayed, self.residual)
-            for record in self.records.by_variant[variant].values()
-        ]
-        return sum(seconds) / 60
+        return cpu_minutes(self.records, (self.decayed, self.residual))
 
 
 def pairs(grids: Sequence[Grid], results: Path) -> Iterator[Pair]:

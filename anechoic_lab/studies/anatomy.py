@@ -10,14 +10,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from anechoic_lab.grids import Grid, Row, Variant
-from anechoic_lab.studies.cifar_length import BEST, EVALUATION, SAMPLES, photographs
+from anechoic_lab.paper.pocket import LONG_EVALUATION
+from anechoic_lab.studies.cifar_length import BEST, SAMPLES, photographs
 from anechoic_lab.studies.lr_search import WORDS
 
 ARMS = {f"{algorithm}-alpha{alpha:g}": (algorithm, alpha) for algorithm in WORDS for alpha in (1.0, 0.6)}
 
 
 def anatomy_variants() -> dict[str, Variant]:
-    evaluation = replace(EVALUATION, max_train=5000, max_test=2000, checkpoints=True, anatomy=True)
+    evaluation = replace(LONG_EVALUATION, max_train=5000, max_test=2000, checkpoints=True, anatomy=True)
     return {
         name: Variant(photographs(alpha, algorithm=algorithm, lr=BEST[algorithm, SAMPLES], checkpoints=16), evaluation)
         for name, (algorithm, alpha) in ARMS.items()

@@ -15,23 +15,17 @@ from anechoic.config import Algorithm, Config
 from anechoic.recipes.pretrain import pretrain_config
 from anechoic.sweeps.trial import EvalPlan
 from anechoic_lab.grids import KNN_PANELS, Grid, Row, Variant
-from anechoic_lab.paper.pocket import PROBES, TEST, TRAIN, mae
+from anechoic_lab.paper.pocket import LONG_EVALUATION, LONG_PROBES, mae
 from anechoic_lab.studies.lr_search import FIRST_FRESH_SEED, WORDS, LearningRates, losses_grid, lr_search
 
 SAMPLES = 96_000
 LONG = (512_000, 2_048_000)
-MEASURES = PROBES | {
-    "knn_whitened_mean": "k-NN, mean token whitened",
-    "knn_whitened_class": "k-NN, class token whitened",
-}
-EVALUATION = EvalPlan(TRAIN, TEST, max_train=10_000, max_test=5000, whitened=True)
 
 
 def photographs(
     alpha_min: float, *, algorithm: Algorithm = "muon", lr: float, samples: int = SAMPLES, checkpoints: int = 0
 ) -> Config:
-    config = mae(alpha_min, samples=samples, lr=lr, checkpoints=checkpoints)
-    return replace(config, optim=replace(config.optim, algorithm=algorithm))
+    return mae(alpha_min, algorithm=algorithm, samples=samples, lr=lr, checkpoints=checkpoints)
 
 
 # ---- the search for the learning rates
@@ -104,11 +98,11 @@ def length_variants() -> dict[str, Variant]:
     ]
     return {
         name_of(algorithm, alpha, samples): Variant(
-            photographs(alpha, algorithm=algorithm, lr=BEST[algorithm, samples], samples=samples), EVALUATION
+            photographs(alpha, algorithm=algorithm, lr=BEST[algorithm, samples], samples=samples), LONG_EVALUATION
         )
         for algorithm, alpha, samples in arms
     } | {
-        longest_name(alpha, lr): Variant(photographs(alpha, lr=lr, samples=LONG[1]), EVALUATION)
+        longest_name(alpha, lr): Variant(photographs(alpha, lr=lr, samples=LONG[1]), LONG_EVALUATION)
         for alpha, lrs in LONGEST_LRS.items()
         for lr in lrs
     }
@@ -124,7 +118,7 @@ CIFAR = Grid(
         *(Row(f"Muon, alpha_min {alpha:g}", name_of("muon", alpha)) for alpha in ALPHAS),
         Row("AdamW, alpha_min 1", name_of("adamw", 1.0)),
     ],
-    metrics=MEASURES,
+    metrics=LONG_PROBES,
     baseline=name_of("muon", 1.0),
     kind="early",
     first_seed=FIRST_FRESH_SEED,
@@ -138,7 +132,7 @@ LENGTH = Grid(
     rows=[
         Row(f"Muon, alpha_min 0.6, {samples:,} samples", name_of("muon", 0.6, samples)) for samples in (SAMPLES, *LONG)
     ],
-    metrics={key: MEASURES[key] for key in ("probe_mean", "probe_class", "knn_mean", "knn_whitened_mean")},
+    metrics={key: LONG_PROBES[key] for key in ("probe_mean", "probe_class", "knn_mean", "knn_whitened_mean")},
     baseline=name_of("muon", 1.0),
     kind="lengths",
     baselines=[name_of("muon", 1.0, samples) for samples in LONG],
@@ -155,7 +149,7 @@ LONGEST = Grid(
         for alpha, lrs in LONGEST_LRS.items()
         for lr in lrs
     ],
-    metrics={key: words for key, words in MEASURES.items() if key != "entropy"},
+    metrics={key: words for key, words in LONG_PROBES.items() if key != "entropy"},
     baseline=name_of("muon", 1.0, LONG[1]),
     kind="table",
     first_seed=FIRST_FRESH_SEED,
@@ -198,7 +192,7 @@ OWN_LRS = (1e-3, 5e-4, 4e-3, 2e-3)
 def longest_lr_variants() -> dict[str, Variant]:
     return {
         lr_name("muon", alpha, LONG[1], lr): Variant(
-            photographs(alpha, lr=lr, samples=LONG[1]), replace(EVALUATION, selection=True)
+            photographs(alpha, lr=lr, samples=LONG[1]), replace(LONG_EVALUATION, selection=True)
         )
         for lr in OWN_LRS
         for alpha in (1.0, 0.6)

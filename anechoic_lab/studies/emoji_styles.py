@@ -26,12 +26,8 @@ EVALUATION = EvalPlan("emoji:train", "emoji:test", probe=False, retrieval="emoji
 
 def emoji(alpha_min: float, *, algorithm: Algorithm = "muon", lr: float = 1e-3, samples: int = SAMPLES) -> Config:
     """Return an autoencoder of drawings; no label is read."""
-    config = mae(alpha_min, samples=samples, lr=lr, source="emoji", image_size=48)
-    return replace(
-        config,
-        data=replace(config.data, scale=(0.5, 1.0)),
-        optim=replace(config.optim, algorithm=algorithm),
-    )
+    config = mae(alpha_min, algorithm=algorithm, samples=samples, lr=lr, source="emoji", image_size=48)
+    return replace(config, data=replace(config.data, scale=(0.5, 1.0)))
 
 
 # ---- the search for the learning rates, and what they change
