@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from anechoic.runtime.fsdp import distribute, local
+
+log = logging.getLogger("anechoic")
+
+# Largest share of the initial weights in an average that is fit for use.
+INITIAL_SHARE = 0.05
 
 
 class EMA:
@@ -28,6 +35,19 @@ class EMA:
         torch._foreach_lerp_(mine, [local(state[name]) for name in averaged], 1 - self.decay)
         for name in state.keys() & buffers.keys():
             self.tensors[name].copy_(state[name])
+
+    def warn_if_slow(self, *, updates: int) -> None:
+        """Warn if this number of updates is too small for the decay: the saved weights are those of the EMA."""
+        share = self.decay**updates
+        if share > INITIAL_SHARE:
+            log.warning(
+                "After %d updates the EMA with decay %g still has %.0f %% of the initial weights: train longer, or "
+                "lower optim.ema to %.3f.",
+                updates,
+                self.decay,
+                100 * share,
+                math.floor(1e3 * INITIAL_SHARE ** (1 / updates)) / 1e3,
+            )
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         for name, value in self.tensors.items():

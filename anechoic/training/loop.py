@@ -170,6 +170,8 @@ def fit(
             checkpointer.restore(path)
             seen, sums = state["seen"], state["sums"]
         broadcast(world, lambda: start(run, config, found))
+        if run is not None and ema is not None:
+            ema.warn_if_slow(updates=optim.samples // optim.batch_size)
         if run is not None and verbose:
             print(describe(config, model, run_dir, seen=seen, brief=brief), file=sys.stderr, flush=True)
         resumed = found is not None

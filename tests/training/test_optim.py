@@ -133,6 +133,18 @@ def test_ema_of_decay_zero_is_the_weights():
     assert torch.equal(ema.tensors["weight"], model.weight)
 
 
+@pytest.mark.parametrize(("updates", "warned"), [(125, True), (597, True), (598, False)])
+def test_ema_warns_of_a_run_too_short_for_its_decay(updates, warned, caplog):
+    """0.995^598 is below 5 %. The recommended decay does not warn."""
+    EMA(nn.Linear(2, 2), decay=0.995).warn_if_slow(updates=updates)
+    assert ("of the initial weights" in caplog.text) == warned
+    if warned:
+        recommended = float(caplog.text.split("optim.ema to ")[1].rstrip(".\n"))
+        caplog.clear()
+        EMA(nn.Linear(2, 2), decay=recommended).warn_if_slow(updates=updates)
+        assert not caplog.text
+
+
 @pytest.mark.parametrize("clip", [0.0, 0.5, 1e6])
 def test_gradient_norm_and_clipping_against_torch(clip):
     torch.manual_seed(0)
