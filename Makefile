@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # If it is set, every process that the tests start compiles its imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install test quick lint types tests quick-tests matrix demo docs fuzz crash-test clean
+.PHONY: install test quick lint types tests quick-tests matrix demo docs fuzz cache-law crash-test clean
 
 install: $(VENV)/everything
 
@@ -68,6 +68,12 @@ FUZZ_INPUTS ?= 5000
 FUZZ_SEED ?= 1
 fuzz: install
 	$(BIN)/python tests/fuzz/fuzz.py --inputs $(FUZZ_INPUTS) --seed $(FUZZ_SEED)
+
+# With a warm, a cold and no cache every command returns the same bits, whatever happens to data, weights and cache.
+LAW_CASES ?= 600
+LAW_SEED ?= 1
+cache-law: install
+	OMP_NUM_THREADS=1 TQDM_DISABLE=1 $(BIN)/python tests/storage/cache_law.py --cases $(LAW_CASES) --seed $(LAW_SEED)
 
 # Fault injection in real trainings, which must end with the same bytes as undisturbed ones. The seed is printed.
 CRASH_FAULTS ?= 200

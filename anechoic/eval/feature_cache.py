@@ -40,6 +40,13 @@ MARK_EVERY = 2.0
 ROWS_AT_ONCE = 4096
 
 
+class NoneReadableError(UserError):
+    """No image of a source can be read."""
+
+    def __init__(self) -> None:
+        super().__init__("None of the images could be read, so there are no features; check the data.")
+
+
 @dataclass(frozen=True)
 class Features:
     """sets: (layer, pooling) -> float32 (n, D); ids (n,): which images of the source; skipped: (name, reason) of those
@@ -81,7 +88,7 @@ def features_of(
             missing = [key for key in wanted if not {IDS, file_name(key)} <= good]
             if missing:
                 compute(encoder, source, missing, entry, **how)
-            return read(entry.path, wanted, source)
+            return read(entry, wanted, source)
     except OSError as error:
         reason = error.strerror or error
         warnings.warn(f"Features cannot be cached ({reason}); they are held in memory.", stacklevel=2)
@@ -117,16 +124,26 @@ def skipped_ids(source: Source, ids: np.ndarray) -> list[int]:
 
 
 def commit(entry: OpenEntry, files: Mapping[str, str], source: Source, missing: Sequence[int]) -> None:
-    """Write the entry's card: these files, made without the missing images."""
-    entry.commit(files, temporary=readable(source, missing, or_later=True), decoders=decoders())
+    """Write the entry's card: these files, made without the missing images, and why those could not be read."""
+    names = set(names_of(source, missing))
+    reasons = {name: reason for name, reason in reasons_of(entry, source).items() if name in names}
+    entry.commit(files, temporary=readable(source, missing, or_later=True), decoders=decoders(), reasons=reasons)
 
 
-def read(folder: Path, wanted: Sequence[Key], source: Source) -> Features:
-    sets = {key: np.load(folder / file_name(key), mmap_mode="r") for key in wanted}
-    ids = np.load(folder / IDS)
-    # The cache knows which images are missing, but only a pass over the images knows why.
-    known = dict(source.skipped)
-    missing = map(source.name, skipped_ids(source, ids))
+def reasons_of(entry: OpenEntry, source: Source) -> dict[str, str]:
+    """Return why images could not be read, by name, in this pass or in the one that made the entry."""
+    return {**entry.card().get("reasons", {}), **dict(source.skipped)}
+
+
+def names_of(source: Source, indices: Sequence[int]) -> list[str]:
+    return [source.name(index) for index in indices]
+
+
+def read(entry: OpenEntry, wanted: Sequence[Key], source: Source) -> Features:
+    sets = {key: np.load(entry.path / file_name(key), mmap_mode="r") for key in wanted}
+    ids = np.load(entry.path / IDS)
+    known = reasons_of(entry, source)
+    missing = names_of(source, skipped_ids(source, ids))
     return Features(sets, ids, tuple((name, known.get(name, "it could not be read")) for name in missing))
 
 
@@ -219,7 +236,7 @@ class Unfinished:
         """Cut the tables to the rows that are filled: unreadable images were skipped."""
         if self.rows == 0:
             remove(self.folder)
-            raise UserError("None of the images could be read, so there are no features; check the data.")
+            raise NoneReadableError
         if self.rows < self.total:
             for name, table in self.tables.items():
                 with write_aside(self.folder / name) as temporary, open(temporary, "wb") as file:
@@ -246,7 +263,7 @@ def compute_in_memory(encoder: Encoder, source: Source, wanted: Sequence[Key], *
     tables = {key: np.empty((len(source), encoder.widths[key[0]]), np.float32) for key in wanted}
     ids = np.concatenate(fill(encoder, source, tables, **how) or [np.empty(0, np.int64)])
     if len(ids) == 0:
-        raise UserError("None of the images could be read, so there are no features; check the data.")
+        raise NoneReadableError
     return Features({key: table[: len(ids)] for key, table in tables.items()}, ids, tuple(source.skipped))
 
 

@@ -24,7 +24,7 @@ from anechoic.data.decoding import decoders
 from anechoic.data.source import digest, readable
 from anechoic.errors import NotFiniteError, UserError
 from anechoic.eval.encoders import Encoder, flat
-from anechoic.eval.feature_cache import create_table, features_of
+from anechoic.eval.feature_cache import NoneReadableError, create_table, features_of
 from anechoic.eval.feature_scaling import CHUNK, Affine, Scaling, fit_scaling, is_constant, unit_vectors
 from anechoic.eval.features import Pooling, choose_layers
 from anechoic.eval.metrics.knn import Neighbors, nearest_units
@@ -159,12 +159,15 @@ def update(
         return Index(source, known.vectors, kept, tuple(bad.values()), reason=reason)
     parts = [old] if len(kept) else []
     if len(missing):
-        found = features_of(
-            encoder, source if len(missing) == len(source) else Subset(source, missing), keep_pixels=False, **how
-        )
-        parts.append(Part(next(iter(found.sets.values())), missing[found.ids], np.arange(len(found.ids))))
-        reasons = dict(found.skipped)
-        for i in np.setdiff1d(missing, missing[found.ids]):
+        some, embedded = source if len(missing) == len(source) else Subset(source, missing), missing[:0]
+        try:
+            found = features_of(encoder, some, keep_pixels=False, **how)
+        except NoneReadableError:  # of the missing ones; there may be others
+            reasons = dict(source.skipped)
+        else:
+            reasons, embedded = dict(found.skipped), missing[found.ids]
+            parts.append(Part(next(iter(found.sets.values())), embedded, np.arange(len(embedded))))
+        for i in np.setdiff1d(missing, embedded):
             name = source.name(int(i))
             bad[mine[i].hex()] = (name, reasons.get(name, "it could not be read"))
     if not parts:

@@ -215,6 +215,21 @@ def test_index_reports_unreadable_images_and_tries_them_once(run, photos, monkey
     assert "a/broken.png" not in again.names()
 
 
+def test_cached_features_know_why_images_were_skipped(run, photos):
+    (photos / "a" / "broken.png").write_bytes(b"no image")
+    first, again = (features_of(open_encoder(run), open_source(photos)).skipped for _ in range(2))
+    assert first == again == (("a/broken.png", "not an image of a known format"),)
+
+
+def test_index_grows_by_an_unreadable_image_alone(run, photos):
+    before = index_of(run, photos)
+    (photos / "a" / "broken.png").write_bytes(b"no image")
+    after = index_of(run, photos)
+    assert after.skipped == (("a/broken.png", "not an image of a known format"),)
+    assert (after.names(), after.added) == (before.names(), 0)
+    assert np.array_equal(after.vectors, before.vectors)
+
+
 @contextmanager
 def away(monkeypatch, name):
     """One file cannot be fetched, as on a disk that is away; its name, size and time stay as they are."""
