@@ -69,11 +69,11 @@ class Scene:
     root: Path
     opened: str
     data: Path = field(init=False)
-    twin: Path = field(init=False)
+    other: Path = field(init=False)
     model: Path = field(init=False)
 
     def __post_init__(self) -> None:
-        self.data, self.twin, self.model = self.root / "data", self.root / "twin", self.root / "model"
+        self.data, self.other, self.model = self.root / "data", self.root / "other", self.root / "model"
 
     def source(self, place: Path) -> str:
         return str(place / self.opened) if self.opened else str(place)
@@ -110,10 +110,10 @@ def run_evaluate(scene: Scene) -> Any:
     return evaluate(scene.model, scene.source(scene.data), holdout=0.4, k=[1, 3], baselines=False).metrics
 
 
-def run_evaluate_twin(scene: Scene) -> Any:
+def run_evaluate_test(scene: Scene) -> Any:
     """The data of the test have the names, sizes and times of the training data."""
     return evaluate(
-        scene.model, scene.source(scene.data), test=scene.source(scene.twin), k=[1, 3], baselines=False
+        scene.model, scene.source(scene.data), test=scene.source(scene.other), k=[1, 3], baselines=False
     ).metrics
 
 
@@ -186,7 +186,7 @@ COMMANDS = {
     "search": Command(run_search, run_search),
     "explore": Command(run_explore, run_explore),
     "evaluate": Command(run_evaluate, run_evaluate),
-    "evaluate --test": Command(run_evaluate_twin, run_evaluate_twin),
+    "evaluate --test": Command(run_evaluate_test, run_evaluate_test),
     "embed, then evaluate": Command(run_embed, run_evaluate),
     "evaluate, then search": Command(run_evaluate, run_search),
     "shard": Command(run_shard, run_shard),
@@ -283,14 +283,14 @@ def run_case(word: str, root: Path, warm: Path) -> Case:
     before, other = draw_set(rng), draw_set(rng)
     if torn_before:
         before = MUTATIONS["one torn"](before, rng)
-    for place, pictures in ((scene.data, before), (scene.twin, other)):
+    for place, pictures in ((scene.data, before), (scene.other, other)):
         place.mkdir(parents=True)
         synchronize(place, files_of(pictures), in_place=False, keep_times=True)
     write_weights(scene.model, rng)
     after = MUTATIONS[mutation](before, rng)
     new_files = files_of(after)
     changed = new_files != files_of(before) or swapped
-    time.sleep(2 * SETTLED)  # after this, the disk's clock tells two versions of a file apart
+    time.sleep(2 * SETTLED)  # after this, two versions of a file differ in their times
 
     def mutate() -> None:
         synchronize(scene.data, new_files, in_place=in_place, keep_times=keep_times)
@@ -306,8 +306,8 @@ def run_case(word: str, root: Path, warm: Path) -> Case:
         mutate()
     if swapped:
         os.rename(scene.data, root / "third")
-        os.rename(scene.twin, scene.data)
-        os.rename(root / "third", scene.twin)
+        os.rename(scene.other, scene.data)
+        os.rename(root / "third", scene.other)
         after, before = other, after
     if moved:
         os.rename(scene.data, root / "elsewhere")
@@ -343,9 +343,11 @@ def contradictions(
     refused = isinstance(result, str)
     if command.refuses_changes and known and refused != changed:
         return [f"data that {'changed' if changed else 'did not change'}: {result if refused else 'resumed'}"]
+    if any(picture.torn for picture in pictures):  # it may be the one that is searched for
+        return []
     if refused and not command.refuses_changes:
         return [result]
-    if command.then is run_embed and not any(picture.torn for picture in pictures):
+    if command.then is run_embed:
         encoder = open_encoder(scene.model)
         names = [open_source(scene.source(scene.data)).name(k) for k in range(len(pictures))]
         order = in_order(pictures, names)
