@@ -26,6 +26,8 @@ Stem = Literal["auto", "cifar", "imagenet"]
 Augmentation = Literal["crop", "center", "none"]
 CropKind = Literal["crop", "pad", "center", "none"]
 Resize = Literal["auto", "margin"]
+PixelType = Literal["8-bit", "uint8", "uint16", "int16", "float16", "float32"]
+Stretch = Literal["linear", "log", "asinh"]
 
 CacheKind = Literal["pixels", "features", "index", "listings", "hashes"]
 

@@ -434,7 +434,10 @@ def _model_config(config: ViTConfig, *, eps: float) -> dict[str, Any]:
 
 
 def _image_processor(preprocess: Preprocess) -> dict[str, Any]:
-    """Resize the shorter side and crop the center; ViT's own image processor would squeeze images into a square."""
+    """Resize the shorter side and crop the center; ViT's own image processor would squeeze images into a square.
+
+    Stored values are not divided by 255; a curve before mean and std is in the README only.
+    """
     return {
         "image_processor_type": "BitImageProcessor",
         "do_convert_rgb": preprocess.channels == 3,
@@ -443,7 +446,7 @@ def _image_processor(preprocess: Preprocess) -> dict[str, Any]:
         "do_center_crop": True,
         "crop_size": {"height": preprocess.image_size, "width": preprocess.image_size},
         "resample": 3,
-        "do_rescale": True,
+        "do_rescale": not preprocess.pixels.stored,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
         "image_mean": list(preprocess.mean),

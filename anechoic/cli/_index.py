@@ -28,7 +28,7 @@ def indexed(
 
     refuse_swapped(run, data)
     encoder = open_encoder(run, image_size=image_size)
-    source = open_source(data, channels=encoder.channels)
+    source = open_source(data, channels=encoder.channels, pixels=encoder.pixels)
     how: dict[str, Any] = {"vector": vector, "layer": layer, "device": device, "workers": check_workers(workers)}
     return encoder, open_index(encoder, source, encoder_name=str(run), place=str(data), **how)
 

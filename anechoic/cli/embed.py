@@ -54,7 +54,7 @@ def embed(
     how: dict[str, Any] = {"layer": layer, "pooling": pooling, "device": device, "workers": check_workers(workers)}
     refuse_swapped(run, data)
     encoder = open_encoder(run, image_size=image_size)
-    source = open_source(data, channels=encoder.channels)
+    source = open_source(data, channels=encoder.channels, pixels=encoder.pixels)
     about = {"encoder": str(run)}
     if in_parts:
         ranks: dict[str, Any] = {"rank": world.rank, "world_size": world.size}

@@ -155,7 +155,12 @@ def evaluate(
             if not pooling and "probe" in metrics:
                 pooling = PROTOCOL_POOLING[protocol] if "class" in encoder.poolings else ("mean",)
         source = open_data(
-            data, test, holdout=holdout, seed=seed, channels=encoder.channels, split=bool(noise) or protocol == "mae"
+            data,
+            test,
+            holdout=holdout,
+            seed=seed,
+            images={"channels": encoder.channels, "pixels": encoder.pixels},
+            split=bool(noise) or protocol == "mae",
         )
         default = DEFAULT if source.test_labels is not None else ("rank",)
         names = scaled(metrics or default, scaling)
@@ -208,16 +213,19 @@ def open_denoiser(run: PathLike, pooling: Sequence[Pooling], image_size: int | N
 
 
 def open_data(
-    data: PathLike, test: PathLike | None, *, holdout: float, seed: int, channels: int, split: bool
+    data: PathLike, test: PathLike | None, *, holdout: float, seed: int, images: dict[str, Any], split: bool
 ) -> EvalData:
-    """Return both splits, or the whole of DATA as the test split, of which metrics of labels hold out a part."""
+    """Return both splits, or the whole of DATA as the test split, of which metrics of labels hold out a part.
+
+    images: channels and pixels that the encoder reads.
+    """
     from anechoic.data.split import hold_out_share
     from anechoic.eval.eval_data import open_eval_data, open_maybe_labeled
 
     if test is not None or split:
         there = None if test is None else str(test)
-        return open_eval_data(str(data), there, holdout=holdout, seed=seed, channels=channels)
-    found = open_maybe_labeled(str(data), channels=channels)
+        return open_eval_data(str(data), there, holdout=holdout, seed=seed, **images)
+    found = open_maybe_labeled(str(data), **images)
     if found.test_labels is not None:
         hold_out_share(len(found.test), holdout, seed=seed)
     return found

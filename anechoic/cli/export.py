@@ -69,14 +69,17 @@ def check_images(model: Any, source: str) -> tuple[Tensor, str]:
     from anechoic.data import Augment, Loader, open_source
 
     config, how = model.config, model.preprocess
-    if how.channels not in (1, 3):
-        if source:
+    if how.channels not in (1, 3) or how.pixels.stored:
+        if source and not how.pixels.stored:
             raise UserError(f"This network reads {how.channels} channels, and images have 1 or 3: omit --check.")
-        generator = torch.Generator().manual_seed(0)
-        return torch.randn(4, how.channels, *config.size, generator=generator), "drawn latents"
+        if not source:
+            generator = torch.Generator().manual_seed(0)
+            return torch.randn(
+                4, how.channels, *config.size, generator=generator
+            ), "drawn numbers" if how.pixels.stored else "drawn latents"
     source = source or ("digits" if how.channels == 1 else "scenes:8")
     loader = Loader(
-        open_source(source, channels=how.channels),
+        open_source(source, channels=how.channels, pixels=how.pixels),
         image_size=how.image_size,
         batch_size=8,
         seed=0,

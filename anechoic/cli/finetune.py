@@ -132,7 +132,7 @@ def finetune_config(
             f"{run} is a {card['family']}; fine-tuning starts from a masked autoencoder or vision transformer."
         )
     prepare = check_preprocess(of_kind(card, "preprocess", dict, where=str(path)), network, where=str(path))
-    source = open_source(train, labels=True, channels=prepare.channels)
+    source = open_source(train, labels=True, channels=prepare.channels, pixels=prepare.pixels)
     num_classes = int(labels_of(source).max()) + 1
     if num_classes < 2:
         raise UserError("The train data has one class only, so there is nothing to learn; give at least two classes.")
@@ -212,5 +212,5 @@ def accuracy_on(run: Path, train: str | Source, test: str) -> float:
     from anechoic.eval.evaluator import EvalSpec, Evaluator
 
     encoder = run_encoder(run)
-    eval_data = open_eval_data(train, test, channels=encoder.channels)
+    eval_data = open_eval_data(train, test, channels=encoder.channels, pixels=encoder.pixels)
     return Evaluator(EvalSpec(("accuracy",))).run(encoder, eval_data).network["accuracy"]

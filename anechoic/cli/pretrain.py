@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anechoic.choices import Algorithm, AlphaMin
+from anechoic.choices import Algorithm, AlphaMin, Stretch
 from anechoic.cli._command import training_command
 from anechoic.cli.options import Data, Devices, DryRun, ImageSize, Out, PathLike, Seed, Workers
 from anechoic.cli.train import train_config
-from anechoic.config import Config, Options, budget, default_holdout
+from anechoic.config import Config, Options, budget, default_holdout, from_json
 from anechoic.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -26,7 +26,12 @@ def pretrain(
     *,
     out: Out,
     image_size: ImageSize = None,
-    channels: int = 3,
+    channels: int | str | None = None,
+    clip_percentiles: tuple[float, float] | None = None,
+    stretch: Stretch = "linear",
+    tile: int = 0,
+    overlap: int = 0,
+    rotate: bool = False,
     model: str | None = None,
     model_options: Options = {},  # noqa: B006
     epochs: float | None = None,
@@ -50,7 +55,13 @@ def pretrain(
     Example: anechoic pretrain photos --out runs/photos --epochs 100
 
     Args:
-        channels: 3 for color, 1 for gray.
+        channels: 3 for color, 1 for gray; or those to read by number or name, such as 0,1,3 or DAPI,GFP. Default color;
+            all channels at full precision for files that are no 8-bit pictures (TIFF, DICOM, npy, 16-bit PNG).
+        clip_percentiles: two percentiles per channel, such as 0.5 99.5; values beyond them are clipped.
+        stretch: log or asinh for values that span decades.
+        tile: cut large images into tiles of this size, read from the file one by one; empty ones are skipped.
+        overlap: pixels that neighboring tiles share.
+        rotate: turn by 0, 90, 180 or 270 degrees at random, for images without an up.
         model: a mae_ model that `anechoic list models` lists; default by the number of images.
         model_options: options of the model, such as dim=48 depth=2.
         epochs: passes over the data.
@@ -63,11 +74,18 @@ def pretrain(
         verbose: show every setting before it starts.
     """
     out = Path(out)
-    config, source = pretrain_config_for(
+    config, source, pixels_text = pretrain_config_for(
         str(data),
+        out,
         labels=knn > 0,
+        reading={
+            "channels": channels,
+            "tile": tile,
+            "overlap": overlap,
+            "stretch": stretch,
+            "clip_percentiles": clip_percentiles,
+        },
         image_size=image_size,
-        channels=channels,
         model=model,
         options=model_options,
         epochs=epochs,
@@ -82,17 +100,21 @@ def pretrain(
         config,
         init_from=str(init_from or ""),
         validation=replace(config.validation, knn=knn),
-        data=replace(config.data, workers=workers),
+        data=replace(config.data, workers=workers, rotate=rotate),
     )
-    check_and_introduce(config, out, size=len(source), sized=model is None, chosen=alpha_min is None, dry_run=dry_run)
+    check_and_introduce(
+        config, out, size=len(source), sized=model is None, chosen=alpha_min is None, dry_run=dry_run, notes=pixels_text
+    )
     # The size of scenes depends on the config, so they are drawn again.
     opened = None if str(data).startswith("scenes") else source
     found = train_config(config, out, dry_run=dry_run, brief=not verbose, source=opened)
     return found if dry_run else with_verdict(found, out, opened)
 
 
-def check_and_introduce(config: Config, out: Path, *, size: int, sized: bool, chosen: bool, dry_run: bool) -> None:
-    """Check the config, then print to stderr what is trained and why.
+def check_and_introduce(
+    config: Config, out: Path, *, size: int, sized: bool, chosen: bool, dry_run: bool, notes: str = ""
+) -> None:
+    """Check the config, then print to stderr what is trained and why. notes: about the pixels.
 
     sized and chosen: the model and alpha_min were chosen here. A run that resumes was introduced when it began.
     """
@@ -103,7 +125,7 @@ def check_and_introduce(config: Config, out: Path, *, size: int, sized: bool, ch
     if under_launcher() or (out / "config.json").exists():
         return
     reason = f"Shortcuts: {alpha_min_reason(config)}" if chosen else ""
-    lines = [reason] if dry_run else [*introduction(config, size=size, sized=sized), reason]
+    lines = [notes, reason] if dry_run else [*introduction(config, size=size, sized=sized), notes, reason]
     for line in filter(None, lines):
         print(line, file=sys.stderr, flush=True)
 
@@ -158,20 +180,30 @@ def alpha_min_reason(config: Config) -> str:
     return f"alpha_min {alpha_min}, shortcuts decay with depth: the run has {long:,} updates or more."
 
 
-def pretrain_config_for(data: str, *, labels: bool = False, **choices: Any) -> tuple[Config, Source]:
-    """Return the config that `pretrain` would train for this data on this machine, and the opened data."""
+def pretrain_config_for(
+    data: str, out: Path, *, labels: bool, reading: dict[str, Any], **choices: Any
+) -> tuple[Config, Source, str]:
+    """Return the config that `pretrain` would train for this data on this machine, the opened data, and a line about
+    its pixels. reading: options of `measure`, whose results are those of the run where `out` has one."""
     import torch
 
-    from anechoic.data import open_source
+    from anechoic.data.measure import measure, reopened
     from anechoic.recipes.pretrain import pretrain_config
     from anechoic.runtime.devices import num_gpus
+    from anechoic.runtime.run import read_frozen_config
 
-    source = open_source(data, labels=labels, channels=choices["channels"])
+    before = read_frozen_config(out)
+    if before is not None:
+        measured = reopened(data, from_json(before).data, labels=labels, **reading)
+    else:
+        measured = measure(data, labels=labels, **reading)
+    source = measured.source
     sides = [
         min(image.shape[1:])
         for image in source.read_many(range(min(9, len(source))))
         if isinstance(image, torch.Tensor)
     ]
     side = sorted(sides)[len(sides) // 2] if sides else 64
-    config = pretrain_config(data, size=len(source), side=side, gpus=num_gpus(), **choices)
-    return config, source
+    config = pretrain_config(data, size=len(source), side=side, gpus=num_gpus(), channels=measured.channels, **choices)
+    pixels = replace(config.data, mean=measured.mean, std=measured.std, pixels=measured.pixels)
+    return replace(config, data=pixels), source, measured.text

@@ -111,7 +111,7 @@ def with_samples(config: Config, root: Path) -> Config:
     from anechoic.data import open_source
     from anechoic.sweeps.trial import located
 
-    size = len(open_source(located(config.data.source, root), channels=config.data.channels))
+    size = len(open_source(located(config.data.source, root), channels=config.data.channels, pixels=config.data.pixels))
     held = default_holdout(size) if config.data.holdout is None else config.data.holdout
     return replace(config, optim=replace(config.optim, epochs=None, samples=budget(config.optim, size - held)))
 

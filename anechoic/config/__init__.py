@@ -15,9 +15,11 @@ from anechoic.choices import (
     Augmentation,
     Auto,
     LearningRateSchedule,
+    PixelType,
     Precision,
     ShortcutForm,
     ShortcutVia,
+    Stretch,
     WeightDecayOn,
 )
 from anechoic.config.checking import (
@@ -39,6 +41,7 @@ from anechoic.config.checking import (
 from anechoic.errors import UserError
 
 __all__ = [
+    "EIGHT_BIT",
     "IMAGENET_MEAN",
     "IMAGENET_STD",
     "Algorithm",
@@ -50,6 +53,7 @@ __all__ = [
     "ObjectiveConfig",
     "OptimConfig",
     "Options",
+    "PixelConfig",
     "Positive",
     "Range",
     "SaveConfig",
@@ -77,6 +81,51 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 @dataclass(frozen=True)
+class PixelConfig(Section):
+    type: PixelType = "8-bit"
+    """8-bit: gray or RGB pictures; otherwise values and channels are those of the files, in this type"""
+    select: tuple[str, ...] = ()
+    """numbers or names of the channels that are read (default: all)"""
+    clip_low: tuple[float, ...] = ()
+    """lowest value per channel; smaller ones become it"""
+    clip_high: tuple[float, ...] = ()
+    """highest value per channel; larger ones become it"""
+    stretch: Stretch = "linear"
+    """log: log(1 + u), asinh: asinh(u), of u = (value - center) / spread"""
+    center: tuple[float, ...] = ()
+    """per channel, of log and asinh"""
+    spread: tuple[float, ...] = ()
+    """per channel, of log and asinh"""
+    tile: Whole = 0
+    """side in pixels of the tiles that images are cut into; 0: whole images"""
+    overlap: Whole = 0
+    """pixels that neighboring tiles share"""
+    empty: NotNegative = 0.0
+    """tiles with a standard deviation (mean over the channels) below this are skipped"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.overlap >= max(1, self.tile):
+            raise UserError(
+                f"An overlap of {self.overlap} pixels does not fit tiles of {self.tile}: choose a smaller one."
+            )
+        if any(value <= 0 for value in self.spread) or any(
+            low > high for low, high in zip(self.clip_low, self.clip_high, strict=True)
+        ):
+            raise UserError("spread must be positive, and clip_low at most clip_high.")
+        if not self.stored and any(getattr(self, f.name) != f.default for f in fields(self)):
+            raise UserError('Channels, tiles, clipping and stretches need the type of the stored values, not "8-bit".')
+
+    @property
+    def stored(self) -> bool:
+        """Return whether pixels are read as the files have them."""
+        return self.type != "8-bit"
+
+
+EIGHT_BIT = PixelConfig()
+
+
+@dataclass(frozen=True)
 class DataConfig(Section):
     source: str = ""
     """where the images are: digits, scenes, emoji, a folder, list, zip, tar, parquet, npz, or hf:NAME"""
@@ -94,6 +143,10 @@ class DataConfig(Section):
     """share of the image's area a random crop takes"""
     flip: bool = True
     """mirror half of the visits"""
+    rotate: bool = False
+    """turn by 0, 90, 180 or 270 degrees at random: for images without an up"""
+    pixels: PixelConfig = field(default_factory=PixelConfig)
+    """type, channels and normalization of pixels that are no 8-bit pictures"""
     labels: bool = False
     """read labels: never in pre-training"""
     holdout: Whole | None = None
@@ -246,6 +299,10 @@ class Config(Section):
         for values, name in ((self.data.mean, "mean"), (self.data.std, "std")):
             if values is not None and len(values) != self.data.channels:
                 raise UserError(f"data.{name} needs one value for each of the {self.data.channels} channels.")
+        pixels = self.data.pixels
+        for name in ("select", "clip_low", "clip_high", "center", "spread"):
+            if len(getattr(pixels, name)) not in (0, self.data.channels):
+                raise UserError(f"data.pixels.{name} needs one value for each of the {self.data.channels} channels.")
 
 
 # ---- JSON and differences
@@ -347,6 +404,8 @@ def resolve(
             f"The data has {size} samples, {holdout} of them held out, less than a batch of {optim.batch_size}: "
             "lower optim.batch_size or data.holdout."
         )
+    if data.pixels.stored and None in (data.mean, data.std):
+        raise UserError("Stored pixels need data.mean and data.std: anechoic pretrain measures them.")
     color = data.channels == 3
     devices = config.devices or max(1, gpus)
     check_shares(optim, devices)

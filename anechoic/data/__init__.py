@@ -9,17 +9,20 @@ import inspect
 from collections.abc import Callable
 from pathlib import Path
 
+from anechoic.config import EIGHT_BIT, PixelConfig
 from anechoic.data.archives import open_shard_pattern, open_tar, open_zip
 from anechoic.data.arrays import Array, open_array
 from anechoic.data.augment import Augment
 from anechoic.data.decoding import Undecodable, decode
 from anechoic.data.embedded import Scenes, open_digits, open_scenes
 from anechoic.data.emoji import open_emoji
-from anechoic.data.files import open_folder, open_list, open_paths
+from anechoic.data.files import Files, open_folder, open_list, open_paths
 from anechoic.data.loader import Batch, Loader
 from anechoic.data.remote_files import is_url
 from anechoic.data.shards import INDEX, open_indexed, open_remote
-from anechoic.data.source import IMAGE_SUFFIXES, BadImage, Source, Subset, common_labels
+from anechoic.data.source import IMAGE_SUFFIXES, BadImage, EncodedSource, Source, Subset, common_labels
+from anechoic.data.stored import READERS
+from anechoic.data.stored_files import StoredFiles
 from anechoic.data.tables import Parquet, open_hub
 from anechoic.errors import UserError, nearest_name
 from anechoic.storage.safe_io import reason
@@ -37,6 +40,7 @@ __all__ = [
     "common_labels",
     "decode",
     "open_source",
+    "with_pixels",
 ]
 
 # Sources that are part of the package: no path or server is behind them.
@@ -52,8 +56,6 @@ NAMED: dict[str, Callable[..., Source]] = {
 FILE_READERS: dict[str, Callable[..., Source]] = {
     ".zip": open_zip,
     ".tar": open_tar,
-    ".npy": open_array,
-    ".npz": open_array,
     ".txt": open_list,
     ".lst": open_list,
     ".list": open_list,
@@ -62,23 +64,51 @@ FILE_READERS: dict[str, Callable[..., Source]] = {
 
 
 def open_source(
-    source: str | Path | Source, *, labels: bool = False, channels: int = 3, size: int = 64, seed: int = 0
+    source: str | Path | Source,
+    *,
+    labels: bool = False,
+    channels: int = 3,
+    pixels: PixelConfig = EIGHT_BIT,
+    size: int = 64,
+    seed: int = 0,
 ) -> Source:
     """Open the images of a name or path; a Source is returned unchanged.
 
     `digits`, `scenes`, `emoji` (each with `:train` or `:test`, scenes also with `:NUMBER`, emoji with `:style=NAME` and
     `:label=object`); a folder, searched to any depth; a text list; .zip, .tar, shards-{000..127}.tar (also by URL); a
     folder of `anechoic tools shard`, or its URL; .parquet or a folder of them; .npz, .npy; `hf:NAME[:split]`; an image.
-    channels: 3 RGB, 1 gray, 4 with alpha, any number for arrays. size and seed are for scenes only.
+    channels: 3 RGB, 1 gray, 4 with alpha, any number for arrays and stored pixels. pixels: 8-bit pictures, or the
+    values that files store. size and seed are for scenes only.
     """
     if isinstance(source, Source):
         return source
-    found = _open(source, labels=labels, channels=channels, size=size, seed=seed)
+    found = _open(source, labels=labels, channels=channels, pixels=pixels, size=size, seed=seed)
+    found = with_pixels(found, pixels, channels=channels)
     found.where = str(source)
     return found
 
 
-def _open(source: str | Path, *, labels: bool, channels: int, size: int, seed: int) -> Source:
+def with_pixels(source: Source, pixels: PixelConfig, *, channels: int) -> Source:
+    """Return a source of encoded images as one of stored pixels, if these are; files by frame or tile."""
+    if not isinstance(source, EncodedSource):
+        if pixels.stored and not source.pixels.stored:
+            raise UserError(f"A model of {pixels.type} pixels takes files that store such; give a folder of them.")
+        return source
+    if not pixels.stored:
+        if channels not in (1, 2, 3, 4):
+            raise UserError(
+                f"Pictures have 1 to 4 channels, not {channels}; other files are read by anechoic pretrain."
+            )
+        return source
+    if isinstance(source, Files):
+        return StoredFiles(source, pixels=pixels, channels=channels)
+    if pixels.tile:
+        raise UserError("Tiles are cut from files on disk; unpack the archive to a folder.")
+    source.pixels = pixels
+    return source
+
+
+def _open(source: str | Path, *, labels: bool, channels: int, pixels: PixelConfig, size: int, seed: int) -> Source:
     text = str(source)
     name, *words = text.split(":")
     if name in NAMED:
@@ -92,7 +122,7 @@ def _open(source: str | Path, *, labels: bool, channels: int, size: int, seed: i
         if path.is_dir():
             return _open_directory(path, labels=labels, channels=channels)
         if path.is_file():
-            return _open_file(path, labels=labels, channels=channels)
+            return _open_file(path, labels=labels, channels=channels, pixels=pixels)
     except PermissionError as error:
         raise UserError(f"{error.filename!r} may not be read; change its permissions.") from error
     except OSError as error:
@@ -113,15 +143,17 @@ def _open_directory(path: Path, *, labels: bool, channels: int) -> Source:
     return open_folder(path, labels=labels, channels=channels)
 
 
-def _open_file(path: Path, *, labels: bool, channels: int) -> Source:
+def _open_file(path: Path, *, labels: bool, channels: int, pixels: PixelConfig) -> Source:
     suffix = path.suffix.lower()
     if suffix == ".parquet":
         return Parquet([path], labels=labels, channels=channels)
+    if suffix in (".npy", ".npz"):
+        return open_array(path, labels=labels, channels=channels, pixels=pixels)
     if suffix in FILE_READERS:
         return FILE_READERS[suffix](path, labels=labels, channels=channels)
-    if suffix in IMAGE_SUFFIXES and not labels:
+    if (suffix in IMAGE_SUFFIXES or suffix in READERS) and not labels:
         return open_paths(path.parent, [path.name], channels=channels, where=str(path))
-    kinds = ", ".join([*FILE_READERS, ".parquet"])
+    kinds = ", ".join([*FILE_READERS, ".npy", ".npz", ".parquet"])
     raise UserError(
         f"{str(path)!r} is not a kind of data set that is known here; give a folder of images or one of {kinds}."
     )

@@ -20,10 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anechoic.config import EIGHT_BIT, PixelConfig
 from anechoic.data.content_checksums import FileHashes
 from anechoic.data.decoding import MAX_ASPECT, MAX_PIXELS
-from anechoic.data.pixels import luminance, sixteen_to_eight
-from anechoic.data.source import Source, check_labels, digest
+from anechoic.data.pixels import Undecodable, luminance, sixteen_to_eight
+from anechoic.data.source import BadImage, Source, check_labels, digest
+from anechoic.data.stored import Box, DecodedImage, read_region
 from anechoic.errors import UserError
 from anechoic.storage.safe_io import open_regular, reason, refuse_bomb
 
@@ -37,7 +39,11 @@ NUMPY_DAMAGE = (
 
 
 class Array(Source):
-    """Pixels from one array (N, H, W, C) of uint8, uint16, bool, integers in 0 .. 255 or floats in [0, 1]."""
+    """Pixels from one array (N, H, W, C).
+
+    As 8-bit pictures: of uint8, uint16 (divided by 257), bool, integers in 0 .. 255 or floats in [0, 1]. As stored
+    pixels: the values and channels of the array.
+    """
 
     in_memory = True
 
@@ -51,12 +57,14 @@ class Array(Source):
         fingerprint: str = "",
         where: str = "the array",
         path: Path | None = None,
+        pixels: PixelConfig = EIGHT_BIT,
     ):
         """path: the .npy file that images are a memory map of."""
         super().__init__()
-        self.images = check_images(images, where=where)
+        self.pixels = pixels
+        self.images = check_images(images, where=where, values=not pixels.stored)
         have = self.images.shape[3]
-        if have != channels and {have, channels} != {1, 3}:
+        if have != channels and {have, channels} != {1, 3} and not pixels.select:
             raise UserError(f"{where} has {have} channels and {channels} are wanted; ask for channels={have}.")
         self.channels, self.labels, self.classes = channels, labels, classes
         if labels is not None and len(labels) != len(images):
@@ -86,12 +94,22 @@ class Array(Source):
     def read(self, index: int, *, min_side: int | None = None) -> Tensor:
         if self.path:
             self.hashes.check_file(0)
+        if self.pixels.stored:
+            return self._stored(index, min_side)
         pixels = to_bytes(self.images[index])
         if pixels.shape[2] == 1 and self.channels == 3:
             pixels = np.repeat(pixels, 3, axis=2)
         elif pixels.shape[2] == 3 and self.channels == 1:
             pixels = luminance(pixels)
         return torch.from_numpy(np.array(pixels)).permute(2, 0, 1)
+
+    def _stored(self, index: int, min_side: int | None) -> Tensor:
+        image = DecodedImage(self.images[index])
+        whole = Box(0, 0, image.height, image.width)
+        try:
+            return read_region(image, 0, whole, pixels=self.pixels, channels=self.channels, min_side=min_side)
+        except Undecodable as problem:
+            raise BadImage(self.name(index), str(problem)) from problem
 
 
 def to_bytes(pixels: np.ndarray) -> np.ndarray:
@@ -141,8 +159,8 @@ def _range(images: np.ndarray) -> tuple[float, float]:
     return float(np.min([part.min() for part in parts])), float(np.max([part.max() for part in parts]))
 
 
-def open_array(path: Path, *, labels: bool, channels: int) -> Array:
-    how: dict[str, Any] = {"channels": channels, "where": str(path)}
+def open_array(path: Path, *, labels: bool, channels: int, pixels: PixelConfig = EIGHT_BIT) -> Array:
+    how: dict[str, Any] = {"channels": channels, "where": str(path), "pixels": pixels}
     with open_regular(path) as file:
         status = os.fstat(file.fileno())
         head = file.read(ENDS)

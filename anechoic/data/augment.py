@@ -1,7 +1,8 @@
-"""Images of any size to a batch of one size: random resized crop, padded crop, center crop; uint8 in, uint8 out.
+"""Images of any size to a batch of one size: random resized crop, padded crop, center crop, rotation.
 
-Each sample is resampled on the CPU in integer arithmetic, so its crop has the same bits on every machine and in every
-batch. The crops are those of He et al. 2022 (pre-training and linear probe).
+uint8 in, uint8 out; other types become float32, which holds their values exactly. Each uint8 sample is resampled on the
+CPU in integer arithmetic, so its crop has the same bits on every machine and in every batch. The crops are those of
+He et al. 2022 (pre-training and linear probe).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Augment:
       for that margin (32-pixel images evaluated at 32 pixels stay unchanged); resize="margin" always does.
     none: the shorter side resized to image_size, then the center.
     flip: mirror half of the visits; by default for crop and pad only.
+    rotate: turn by 0, 90, 180 or 270 degrees; with flip, every one of the eight orientations is equally likely.
     """
 
     kind: CropKind = "crop"
@@ -44,6 +46,7 @@ class Augment:
     tries: int = 10
     padding: int = 4
     resize: Resize = "auto"
+    rotate: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -60,7 +63,7 @@ class Augment:
         return self.kind in ("crop", "pad") if self.flip is None else self.flip
 
     def __call__(self, images: Sequence[Tensor], *, image_size: int, generator: SampleGenerator) -> Tensor:
-        """Return uint8 (B, C, image_size, image_size) for uint8 images (C, H_i, W_i), by their random numbers."""
+        """Return (B, C, image_size, image_size) for images (C, H_i, W_i), by their random numbers."""
         if self.kind == "crop":
             sizes = np.array([image.shape[1:] for image in images])
             boxes = crop_boxes(sizes, generator, scale=self.scale, ratio=self.ratio, tries=self.tries).tolist()
@@ -75,6 +78,10 @@ class Augment:
         if self.flips:
             chosen = generator.uniform("flip", 1)[:, 0] < 0.5
             batch[chosen] = batch[chosen].flip(-1)
+        if self.rotate:
+            turns = generator.integers("rotate", 4, 1)[:, 0]
+            for turn in (1, 2, 3):
+                batch[turns == turn] = batch[turns == turn].rot90(turn, (-2, -1))
         return batch
 
     def _middle(self, image: Tensor, image_size: int) -> Tensor:

@@ -46,10 +46,11 @@ IMAGE_SUFFIXES += ((".avif",) if "AVIF" in FORMATS else ()) + ((".heic", ".heif"
 IGNORED_SUFFIXES = {
     **dict.fromkeys((".heic", ".heif"), HEIC_REMEDY),
     ".avif": "AVIF needs a newer Pillow: pip install --upgrade pillow",
+    **dict.fromkeys((".dcm", ".dicom"), 'DICOM needs an extra package: pip install "anechoic[dicom]"'),
     **dict.fromkeys((".svg", ".psd", ".jxl", ".jp2", ".exr", ".hdr"), "convert them to PNG or JPEG"),
     **dict.fromkeys((".cr2", ".cr3", ".nef", ".arw", ".dng", ".orf", ".raf", ".rw2"), "develop them to JPEG"),
 }
-for known in IMAGE_SUFFIXES:
+for known in (*IMAGE_SUFFIXES, *([".dcm", ".dicom"] if find_spec("pydicom") else [])):
     IGNORED_SUFFIXES.pop(known, None)
 
 
@@ -65,7 +66,7 @@ def decode(data: bytes, *, channels: int = 3, min_side: int | None = None) -> Te
     16-bit values are divided by 257. min_side: H and W may be divided by the largest of 1, 2, 4, 8 that leaves
     the shorter side at least this long (JPEGs are decoded at that scale, others averaged over squares of that side).
     """
-    with _errors_as_undecodable():
+    with errors_as_undecodable():
         pixels = _decode_jpeg_fast(data, simplejpeg, min_side) if simplejpeg is not None else None
         if pixels is None:
             pixels = _decode_with_pillow(data, min_side)
@@ -85,19 +86,19 @@ def open_picture(data: bytes) -> Image.Image:
 
 def decode_labels(data: bytes) -> np.ndarray:
     """Return a mask as it is stored: one number a pixel (H, W), a palette's indices rather than its colors."""
-    with _errors_as_undecodable(), open_picture(data) as image:
-        _refuse_bomb(data, image.height, image.width)
+    with errors_as_undecodable(), open_picture(data) as image:
+        refuse_bomb(image.height, image.width, data)
         return np.array(image)
 
 
 def stated_size(data: bytes) -> tuple[int, int]:
     """Return (width, height) of the file's header; nothing is decoded."""
-    with _errors_as_undecodable(), open_picture(data) as image:
+    with errors_as_undecodable(), open_picture(data) as image:
         return image.size
 
 
 @contextmanager
-def _errors_as_undecodable() -> Iterator[None]:
+def errors_as_undecodable() -> Iterator[None]:
     """Turn any exception into Undecodable: Pillow's plugins raise almost any for a damaged file."""
     try:
         yield
@@ -130,7 +131,7 @@ def _decode_jpeg_fast(data: bytes, jpeg: ModuleType, min_side: int | None) -> np
         height, width, colors, _ = jpeg.decode_jpeg_header(data)
         if colors in ("CMYK", "YCCK"):
             return None
-        _refuse_bomb(data, height, width)
+        refuse_bomb(height, width, data)
         factor = reduction(height, width, min_side)
         # Asking for exactly ceil(side / factor) selects the scale 1 / factor.
         pixels = jpeg.decode_jpeg(data, "RGB", min_height=-(-height // factor), min_width=-(-width // factor))
@@ -149,7 +150,7 @@ def _decode_with_pillow(data: bytes, min_side: int | None) -> np.ndarray:
         raise Undecodable("the file is empty")
     with open_picture(data) as image:
         width, height = image.size
-        _refuse_bomb(data, height, width)
+        refuse_bomb(height, width, data)
         factor = reduction(height, width, min_side)
         if factor > 1 and isinstance(image, JpegImagePlugin.JpegImageFile):
             image.draft(None, (width // factor, height // factor))
@@ -163,7 +164,7 @@ def _decode_with_pillow(data: bytes, min_side: int | None) -> np.ndarray:
         return upright(pixels, image.getexif().get(ORIENTATION, 1))
 
 
-def _refuse_bomb(data: bytes, height: int, width: int) -> None:
+def refuse_bomb(height: int, width: int, data: bytes = b"") -> None:
     """Raise Undecodable if decoding would take too much memory or time. The limits do not depend on the machine."""
     if height * width > MAX_PIXELS:
         raise Undecodable(f"{width} x {height} is too many pixels (up to {MAX_PIXELS:,} are read)")

@@ -25,6 +25,7 @@ from anechoic.data.source import (
     number_classes,
     warn_ignored,
 )
+from anechoic.data.stored import reads_stored
 from anechoic.errors import UserError
 from anechoic.storage.safe_io import read_regular, reason
 
@@ -36,6 +37,7 @@ SIZE, MODIFIED = 2, 3  # columns of stamps
 class Listing:
     """Images below a folder in sorted order: relative names and stamps (n, 5).
 
+    Files of formats for stored pixels are listed only where there is no picture.
     folders: those entered, in order; ignored: images of formats that are not read; broken: links that lead nowhere.
     """
 
@@ -49,6 +51,7 @@ class Listing:
 def scan(root: Path) -> Listing:
     """List a folder. Links are followed, but each real folder is entered once, so loops end."""
     found: list[tuple[str, tuple[int, ...]]] = []
+    stored: list[tuple[str, tuple[int, ...]]] = []
     ignored: list[str] = []
     broken: list[str] = []
     folders: list[str] = []
@@ -65,17 +68,19 @@ def scan(root: Path) -> Listing:
         with os.scandir(os.path.join(root, folder)) as entries:
             for entry in entries:
                 name = f"{folder}/{entry.name}" if folder else entry.name
+                is_picture = is_image_name(entry.name)
                 if entry.is_symlink() and not os.path.exists(entry.path):
-                    if is_image_name(entry.name):
+                    if is_picture:
                         broken.append(name)
-                elif is_image_name(entry.name) and entry.is_file():
+                elif (is_picture or reads_stored(entry.name)) and entry.is_file():
                     # On Windows only os.stat returns device and inode.
-                    found.append((name, stamp_of(os.stat(entry.path) if os.name == "nt" else entry.stat())))
+                    stamp = stamp_of(os.stat(entry.path) if os.name == "nt" else entry.stat())
+                    (found if is_picture else stored).append((name, stamp))
                 elif entry.is_dir() and not entry.name.startswith("."):
                     heapq.heappush(waiting, name)
                 elif os.path.splitext(entry.name)[1].lower() in IGNORED_SUFFIXES:
                     ignored.append(name)
-    found.sort()
+    found = sorted(found or stored)
     stamps = np.array([stamp for _, stamp in found], np.int64).reshape(-1, 5)
     return Listing(Names.of(name for name, _ in found), stamps, folders, sorted(ignored), sorted(broken))
 
@@ -132,7 +137,8 @@ def open_folder(root: Path, *, labels: bool, channels: int) -> Files:
         )
     if not len(names):
         raise UserError(
-            f"There is no image that is read here (JPEG, PNG, WebP, BMP, TIFF, GIF, AVIF) in or below {str(root)!r}; "
+            f"There is no image that is read here (JPEG, PNG, WebP, BMP, TIFF, GIF, AVIF, DICOM, npy) in or below "
+            f"{str(root)!r}; "
             "give a folder with images."
         )
     numbers, classes = classes_from_folders(names, where=str(root)) if labels else (None, None)

@@ -1,4 +1,4 @@
-"""Pixels decoded once: a memory-mapped uint8 file per data set in the cache, addressed by the images' content.
+"""Pixels decoded once: a memory-mapped file per data set in the cache, addressed by the images' content.
 
 It changes the time of reading and never the pixels. Processes share one copy through the page cache, and of two that
 start together one decodes while the other waits.
@@ -7,6 +7,7 @@ start together one decodes while the other waits.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import warnings
 from collections.abc import Generator, Sequence
@@ -27,12 +28,14 @@ FORMAT = 2
 PIXELS, TABLE = "pixels.bin", "table.npz"
 # Images that are decoded to estimate the size of all.
 SAMPLE = 64
+# What the table has for stored pixels, each aligned to the largest of these types.
+DTYPES, ALIGNED = (torch.uint8, torch.uint16, torch.int16, torch.float16, torch.float32), 4
 # Images of a task of a thread, and after how many of them it checks for an interruption.
 CHUNK, CHECK_EVERY = 64, 8
 
 
 class CachedPixels(Source):
-    """The pixels of a source from the cache: a flat file of (H, W, C) images one after the other.
+    """The pixels of a source from the cache: a flat file of (H, W, C) images one after the other, uint8 or as stored.
 
     Damaged images are skipped; those that were temporarily unreadable are read from the source.
     """
@@ -44,13 +47,14 @@ class CachedPixels(Source):
         card = read_card(folder)
         with np.load(folder / TABLE, allow_pickle=False) as table:
             self._starts, self._shapes = table["starts"], table["shapes"]
+            self._dtypes = table.get("dtypes")
         size = int(self._starts[-1])
         self._pixels = torch.from_file(str(folder / PIXELS), shared=False, size=size, dtype=torch.uint8)
         bad = {int(k): BadImage(name, reason) for k, (name, reason) in card["bad"].items()}
         self._from_source = set(card["temporary"] if card["decoders"] == decoders() else bad)
         self._bad = {k: image for k, image in bad.items() if k not in self._from_source}
         self._source, self._folder = source, folder
-        self.channels, self.where = source.channels, source.where
+        self.channels, self.where, self.pixels = source.channels, source.where, source.pixels
         self.labels, self.classes, self.skipped = source.labels, source.classes, source.skipped
         self.add_skipped((image.name, image.reason) for image in self._bad.values())
 
@@ -73,7 +77,12 @@ class CachedPixels(Source):
         if index in self._from_source:
             return self._source.read(index, min_side=min_side)
         start, stop = self._starts[index : index + 2].tolist()
-        return self._pixels[start:stop].view(*self._shapes[index].tolist(), self.channels).permute(2, 0, 1)
+        shape = (*self._shapes[index].tolist(), self.channels)
+        if self._dtypes is None:
+            return self._pixels[start:stop].view(*shape).permute(2, 0, 1)
+        dtype = DTYPES[self._dtypes[index]]
+        length = math.prod(shape) * dtype.itemsize
+        return self._pixels[start : start + length].view(dtype).view(*shape).permute(2, 0, 1)
 
 
 def _reopen(source: Source, folder: Path) -> Source:
@@ -94,7 +103,8 @@ def with_pixel_cache(source: Source, *, min_side: int, build: bool = True) -> So
         return source
     if isinstance(source, Subset):
         return Subset(with_pixel_cache(source.source, min_side=min_side, build=build), source.indices)
-    key = digest("pixels", FORMAT, source.fingerprint, source.channels, min_side)
+    how = (source.pixels.type, repr(source.pixels.select)) if source.pixels.stored else ()
+    key = digest("pixels", FORMAT, source.fingerprint, source.channels, min_side, *how)
     if not has_entry("pixels", key) and (not build or expected_bytes(source, min_side=min_side) > limit() // 2):
         return source
     try:
@@ -123,12 +133,12 @@ def expected_bytes(source: Source, *, min_side: int) -> int:
     indices = np.unique(np.linspace(0, len(source) - 1, SAMPLE).astype(int)).tolist()
     results = source.read_many(indices, min_side=min_side)
     refuse_too_many([(bad.name, bad.reason) for bad in results if isinstance(bad, BadImage)], of=len(indices))
-    sizes = [pixels.numel() for pixels in results if isinstance(pixels, Tensor)]
+    sizes = [pixels.nbytes for pixels in results if isinstance(pixels, Tensor)]
     return int(np.mean(sizes) * len(source))
 
 
 def _write(source: Source, entry: OpenEntry, *, min_side: int) -> None:
-    starts, shapes, bad, temporary = [0], [], {}, []
+    starts, shapes, dtypes, bad, temporary = [0], [], [], {}, []
     # Closed at once on an interruption, so that no thread continues to decode.
     with contextlib.closing(_read_all(source, min_side=min_side)) as images, open(entry.path / PIXELS, "wb") as file:
         for index, result in enumerate(images):
@@ -136,12 +146,17 @@ def _write(source: Source, entry: OpenEntry, *, min_side: int) -> None:
                 bad[str(index)] = (result.name, result.reason)
                 temporary += [] if result.permanent else [index]
                 shapes.append((0, 0))
+                dtypes.append(0)
             else:
                 file.write(result.permute(1, 2, 0).contiguous().numpy().data)
+                if source.pixels.stored:
+                    file.write(bytes(-file.tell() % ALIGNED))
                 shapes.append((result.shape[1], result.shape[2]))
+                dtypes.append(DTYPES.index(result.dtype))
             starts.append(file.tell())
     refuse_too_many(list(bad.values()), of=len(source))
-    np.savez(entry.path / TABLE, starts=np.array(starts, np.int64), shapes=np.array(shapes, np.int32))
+    stored: dict[str, Any] = {"dtypes": np.array(dtypes, np.uint8)} if source.pixels.stored else {}
+    np.savez(entry.path / TABLE, starts=np.array(starts, np.int64), shapes=np.array(shapes, np.int32), **stored)
     entry.commit(entry.hashes([PIXELS, TABLE]), bad=bad, temporary=temporary, decoders=decoders())
 
 

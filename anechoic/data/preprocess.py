@@ -14,19 +14,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from anechoic.config import OLD_LATENTS_STD
+from anechoic.config import EIGHT_BIT, OLD_LATENTS_STD, PixelConfig, from_mapping, to_json
 from anechoic.data.pixels import as_pixels
+from anechoic.data.stored import as_stored
 from anechoic.errors import UserError
 
 
 @dataclass(frozen=True)
 class Preprocess:
-    """mean and std: one per channel, of pixel values in 0 .. 1; image_size: of the square images."""
+    """mean and std: one per channel, of pixel values in 0 .. 1; image_size: of the square images.
+
+    pixels: for stored values, which channels are read, and what is done before mean and std, which are then in units of
+    the values or of their stretch.
+    """
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
     image_size: int
     channels: int
+    pixels: PixelConfig = EIGHT_BIT
 
     def __post_init__(self) -> None:
         for name, values in (("mean", self.mean), ("std", self.std)):
@@ -41,7 +47,8 @@ class Preprocess:
             mean, std = (tuple(float(x) for x in values[name]) for name in ("mean", "std"))
             if list(std) == OLD_LATENTS_STD:
                 std = (1.0,) * 4
-            return cls(mean, std, int(values["image_size"]), int(values["channels"]))
+            pixels = from_mapping(PixelConfig, values.get("pixels", {}))
+            return cls(mean, std, int(values["image_size"]), int(values["channels"]), pixels)
         except (KeyError, TypeError, ValueError, OverflowError) as problem:
             if isinstance(problem, UserError):
                 raise
@@ -50,31 +57,51 @@ class Preprocess:
             ) from problem
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "mean": list(self.mean), "std": list(self.std)}
+        plain = {name: value for name, value in asdict(self).items() if name != "pixels"}
+        stored = {"pixels": to_json(self.pixels)} if self.pixels.stored else {}
+        return {**plain, "mean": list(self.mean), "std": list(self.std), **stored}
+
+    def __repr__(self) -> str:
+        # The text is part of what features are cached by, so pictures keep the one they always had.
+        stored = f", pixels={self.pixels!r}" if self.pixels.stored else ""
+        return (
+            f"Preprocess(mean={self.mean!r}, std={self.std!r}, image_size={self.image_size!r}, "
+            f"channels={self.channels!r}{stored})"
+        )
 
     def apply(self, images: Tensor) -> Tensor:
         """uint8 (B, C, H, W) -> float32 (images / 255 - mean) / std on their device.
 
-        Floats are a network's input already (latents, for example) and are not normalized.
+        Stored values of any type are clipped and stretched instead of divided by 255. Other floats are a network's
+        input already (latents, for example) and are not normalized.
         """
-        if images.dtype != torch.uint8:
+        if images.dtype != torch.uint8 and not self.pixels.stored:
             return images.float()
         if images.shape[1] != self.channels:
             raise UserError(
                 f"The network takes images of {self.channels} channels and these have {images.shape[1]}: convert the "
                 "images or train a model for them."
             )
+        if self.pixels.stored:
+            return normalize(curve(images.to(torch.float32), self.pixels), self.mean, self.std)
         scale = _per_channel([1 / (255 * value) for value in self.std], images)
         shift = _per_channel([-m / s for m, s in zip(self.mean, self.std, strict=True)], images)
         # In place: a second array of floats would cost more than the arithmetic.
         return images.to(torch.float32).mul_(scale).add_(shift)
 
     def invert(self, x: Tensor) -> Tensor:
-        """Undo `apply`: network input (B, C, H, W) -> pixel values in 0 .. 1, not clamped; latents as they are."""
+        """Undo `apply`: network input (B, C, H, W) -> pixel values in 0 .. 1, not clamped; latents as they are.
+
+        Stored values are for viewing: SHOWN_STDS deviations around the mean of each channel become 0 .. 1.
+        """
+        if self.pixels.stored:
+            return x / (2 * SHOWN_STDS) + 0.5
         return x * _per_channel(self.std, x) + _per_channel(self.mean, x)
 
     def renormalize(self, pixels: Tensor) -> Tensor:
         """Pixel values (B, C, H, W) in 0 .. 1 -> network input: what `invert` undoes."""
+        if self.pixels.stored:
+            return (pixels - 0.5) * (2 * SHOWN_STDS)
         return normalize(pixels, self.mean, self.std)
 
     def __call__(self, images: Any) -> Tensor:
@@ -83,17 +110,20 @@ class Preprocess:
         A Pillow image, an array (H, W, C) or (B, H, W, C), a uint8 tensor (C, H, W) or (B, C, H, W), or a list of
         them. A float tensor is returned as it is.
         """
-        if isinstance(images, Tensor) and images.dtype != torch.uint8:
+        if isinstance(images, Tensor) and images.dtype != torch.uint8 and not self.pixels.stored:
             return self.apply(images)
-        return self.apply(torch.stack([self.cut(pixels) for pixels in self.pixels(images)]))
+        return self.apply(torch.stack([self.cut(pixels) for pixels in self.as_tensors(images)]))
 
-    def pixels(self, images: Any) -> list[Tensor]:
-        """Return each image as uint8 (C, H, W)."""
+    def as_tensors(self, images: Any) -> list[Tensor]:
+        """Return each image as (C, H, W): uint8, or stored values."""
         several = isinstance(images, list | tuple) or getattr(images, "ndim", 0) == 4
-        return [as_pixels(image, channels=self.channels) for image in (images if several else [images])]
+        listed = images if several else [images]
+        if self.pixels.stored:
+            return [as_stored(image, pixels=self.pixels, channels=self.channels) for image in listed]
+        return [as_pixels(image, channels=self.channels) for image in listed]
 
     def cut(self, pixels: Tensor) -> Tensor:
-        """uint8 (C, H, W) -> (C, image_size, image_size): the shorter side resized, then the middle."""
+        """(C, H, W) -> (C, image_size, image_size): the shorter side resized, then the middle."""
         height, width = pixels.shape[1:]
         return middle(pixels, self.image_size, shorter=evaluation_side(height, width, self.image_size))
 
@@ -102,11 +132,13 @@ class Preprocess:
         return (
             f"shorter side to {round(self.image_size * MARGIN)} (bicubic, antialiased; smaller images are enlarged to "
             f"{self.image_size} only), center {self.image_size} x {self.image_size}, {self.channels} channels, "
-            f"divided by 255, minus ({mean}), divided by ({std})"
+            f"{curve_text(self.pixels)}, minus ({mean}), divided by ({std})"
         )
 
 
 MARGIN = 256 / 224
+# Pages show values this far from the mean, in standard deviations.
+SHOWN_STDS = 3.0
 
 
 def evaluation_side(height: int, width: int, image_size: int) -> int:
@@ -115,8 +147,9 @@ def evaluation_side(height: int, width: int, image_size: int) -> int:
 
 
 def middle(image: Tensor, image_size: int, *, shorter: int) -> Tensor:
-    """uint8 (C, H, W): the shorter side resized, then the center square of image_size."""
+    """(C, H, W): the shorter side resized, then the center square of image_size."""
     height, width = image.shape[1:]
+    image = computable(image)
     if min(height, width) != shorter:
         longer = int(shorter * max(height, width) / min(height, width))
         height, width = (shorter, longer) if height <= width else (longer, shorter)
@@ -126,10 +159,37 @@ def middle(image: Tensor, image_size: int, *, shorter: int) -> Tensor:
 
 
 def resize(image: Tensor, height: int, width: int) -> Tensor:
-    """uint8 (C, H, W) -> uint8 (C, height, width), bicubic, antialiased; the image itself if it has that size."""
+    """(C, H, W) -> (C, height, width), bicubic, antialiased: uint8 as uint8, other types as float32.
+
+    The values themselves if the image has that size.
+    """
+    image = computable(image)
     if image.shape[1:] == (height, width):
         return image
     return F.interpolate(image[None], size=(height, width), mode="bicubic", antialias=True)[0]
+
+
+def curve(values: Tensor, pixels: PixelConfig) -> Tensor:
+    """Clip stored values (B, C, H, W), then log(1 + u) or asinh(u) of u = (value - center) / spread, if chosen."""
+    if pixels.clip_low:
+        values = values.clamp(_per_channel(pixels.clip_low, values), _per_channel(pixels.clip_high, values))
+    if pixels.stretch == "linear":
+        return values
+    u = normalize(values, pixels.center, pixels.spread)
+    return u.clamp(min=0).log1p() if pixels.stretch == "log" else u.asinh()
+
+
+def curve_text(pixels: PixelConfig) -> str:
+    """Return what `apply` does before mean and std."""
+    if not pixels.stored:
+        return "divided by 255"
+    clipped = "clipped per channel, " if pixels.clip_low else ""
+    return f"{pixels.type} values as stored, {clipped}{pixels.stretch}"
+
+
+def computable(image: Tensor) -> Tensor:
+    """Return uint8 as it is and other types as float32, which holds them exactly; torch resizes no other."""
+    return image if image.dtype == torch.uint8 else image.to(torch.float32)
 
 
 def normalize(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:

@@ -1,4 +1,4 @@
-"""A source of images: a numbered, named collection of uint8 pixels, and what all sources share.
+"""A source of images: a numbered, named collection of pixels, and what all sources share.
 
 The kinds of source are in `files`, `archives`, `tables`, `arrays` and `embedded`; `open_source` chooses among them.
 """
@@ -18,7 +18,9 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from anechoic.config import EIGHT_BIT
 from anechoic.data.decoding import IGNORED_SUFFIXES, IMAGE_SUFFIXES, Undecodable, decode
+from anechoic.data.stored import decode_stored
 from anechoic.errors import UserError
 from anechoic.rng import SampleGenerator
 
@@ -51,6 +53,7 @@ class Source(ABC):
     classes: tuple[str, ...] | None = None  # names of the labels, where the source has names
     facets: Mapping[str, np.ndarray] = MappingProxyType({})  # further labels by name
     channels: int = 3
+    pixels = EIGHT_BIT  # 8-bit pictures, or the values that the files store
     in_memory = False  # pixels come from memory or a memory map, so the pixel cache would be a second copy
     group_size = 1  # number of consecutive samples of one image; they are held out together
     transform: Transform | None = None  # replaces augmentation where samples are not pixels
@@ -79,7 +82,10 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, index: int, *, min_side: int | None = None) -> Tensor:
-        """Return uint8 (C, H, W) or raise BadImage. min_side: larger images may be reduced, see `decode`."""
+        """Return (C, H, W) or raise BadImage: uint8, or the type of stored pixels (float32 where they are reduced).
+
+        min_side: larger images may be reduced, see `decode`.
+        """
 
     def read_many(self, indices: Sequence[int], *, min_side: int | None = None) -> list[Tensor | BadImage]:
         """Return one result per index; an unreadable image as its BadImage."""
@@ -111,10 +117,6 @@ class EncodedSource(Source):
 
     def __init__(self, *, channels: int):
         super().__init__()
-        if channels not in (1, 2, 3, 4):
-            raise UserError(
-                f"Image files have 1 to 4 channels, not {channels}; save such images as a .npy array (N, H, W, C)."
-            )
         self.channels = channels
 
     @abstractmethod
@@ -123,6 +125,14 @@ class EncodedSource(Source):
 
     def read(self, index: int, *, min_side: int | None = None) -> Tensor:
         try:
+            if self.pixels.stored:
+                return decode_stored(
+                    self.data(index),
+                    name=self.name(index),
+                    pixels=self.pixels,
+                    channels=self.channels,
+                    min_side=min_side,
+                )
             return decode(self.data(index), channels=self.channels, min_side=min_side)
         except Undecodable as error:
             raise BadImage(self.name(index), str(error)) from error
@@ -148,6 +158,7 @@ class Subset(Source):
         self.source, self.indices = source, np.asarray(indices, dtype=np.int64)
         self.labels = None if source.labels is None else source.labels[self.indices]
         self.classes, self.channels, self.in_memory = source.classes, source.channels, source.in_memory
+        self.pixels = source.pixels
         self.facets = {name: values[self.indices] for name, values in source.facets.items()}
         self.transform, self.skipped, self.where = source.transform, source.skipped, source.where
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from anechoic.config import PixelConfig
 from anechoic.data.preprocess import Preprocess
 from anechoic.diffusion import vae as vae_module
 from anechoic.diffusion.generate import find_process, open_denoiser
@@ -89,6 +90,10 @@ class Denoiser:
     @property
     def channels(self) -> int:
         return self.encoder.channels
+
+    @property
+    def pixels(self) -> PixelConfig:
+        return self.encoder.pixels
 
     def at(self, level: float, *, seed: int) -> NoisyEncoder:
         if not 0 <= level < 1:

@@ -48,7 +48,9 @@ def dynamics(
     for run in runs:
         for path in checkpoints_of(run):
             encoder = run_encoder(path)
-            eval_data = open_eval_data(train, test, holdout=holdout, seed=seed, channels=encoder.channels)
+            eval_data = open_eval_data(
+                train, test, holdout=holdout, seed=seed, channels=encoder.channels, pixels=encoder.pixels
+            )
             (row,) = evaluator.run(encoder, eval_data).rows
             config: Any = encoder.model.config
             spectrum = ("entropy_rows", "rank_rows", "entropy_columns", "rank_columns")

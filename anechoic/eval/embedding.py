@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from anechoic.data import Source, open_source
+from anechoic.config import EIGHT_BIT, PixelConfig
+from anechoic.data import Source, open_source, with_pixels
 from anechoic.data.files import open_paths
 from anechoic.data.pixels import as_pixels
 from anechoic.data.source import IMAGE_SUFFIXES, digest
+from anechoic.data.stored import as_stored
 from anechoic.errors import UserError
 from anechoic.eval.encoders import Encoder, encoder_of, open_encoder
 from anechoic.eval.feature_cache import features_of
@@ -41,7 +43,7 @@ class Vectors(np.ndarray):
 
 
 class Pictures(Source):
-    """Images that are in memory already, uint8 (C, H, W) each."""
+    """Images that are in memory already, (C, H, W) each."""
 
     in_memory = True
 
@@ -75,7 +77,7 @@ def embed(
     Unreadable images of a folder or archive are skipped with a warning and listed in `.skipped`; an image that is
     named itself must be readable. pooling: class, mean or all; by default the class token if there is one.
     """
-    source, named = as_source(images, channels=encoder.channels)
+    source, named = as_source(images, channels=encoder.channels, pixels=encoder.pixels)
     chosen = pooling or encoder.poolings[0]
     found = features_of(
         encoder,
@@ -99,12 +101,13 @@ def embed(
     return Vectors.of(vectors, names=() if isinstance(source, Pictures) else names, skipped=found.skipped)
 
 
-def as_source(images: Any, *, channels: int) -> tuple[Source, bool]:
+def as_source(images: Any, *, channels: int, pixels: PixelConfig = EIGHT_BIT) -> tuple[Source, bool]:
     """A source of these images, and whether each of them was named by the caller."""
     if isinstance(images, Source):
         return images, False
     if isinstance(images, str | Path):
-        return open_source(images, channels=channels), Path(images).suffix.lower() in IMAGE_SUFFIXES
+        one_image = Path(images).suffix.lower() in IMAGE_SUFFIXES
+        return open_source(images, channels=channels, pixels=pixels), one_image and not pixels.tile
     several = isinstance(images, list | tuple) or getattr(images, "ndim", 0) == 4
     listed = list(images) if several else [images]
     if not listed:
@@ -112,9 +115,12 @@ def as_source(images: Any, *, channels: int) -> tuple[Source, bool]:
     paths = [item for item in listed if isinstance(item, str | Path)]
     if len(paths) == len(listed):
         absolute = [str(Path(path).expanduser().resolve()) for path in paths]
-        return open_paths(Path.cwd(), absolute, channels=channels, where="The list"), True
+        files = open_paths(Path.cwd(), absolute, channels=channels, where="The list")
+        return with_pixels(files, pixels, channels=channels), True
     if paths:
         raise UserError("The list mixes paths with images: open them all, or give paths alone.")
+    if pixels.stored:
+        return Pictures([as_stored(item, pixels=pixels, channels=channels) for item in listed], channels=channels), True
     return Pictures([as_pixels(item, channels=channels) for item in listed], channels=channels), True
 
 

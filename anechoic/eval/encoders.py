@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anechoic.adapters.registry import ADAPTERS
+from anechoic.config import PixelConfig
 from anechoic.data.preprocess import Preprocess
 from anechoic.errors import UserError
 from anechoic.eval.features import Pooling, layer_widths, poolings_of, prefix_tokens, trunk
@@ -54,6 +55,10 @@ class Encoder:
     @property
     def channels(self) -> int:
         return self.preprocess.channels
+
+    @property
+    def pixels(self) -> PixelConfig:
+        return self.preprocess.pixels
 
     @property
     def forward(self) -> Callable[[Tensor], object] | None:

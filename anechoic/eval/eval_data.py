@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from anechoic.config import EIGHT_BIT, PixelConfig
 from anechoic.data import Source, Subset, common_labels, open_source
 from anechoic.data.split import hold_out_share
 from anechoic.errors import UserError
@@ -67,13 +68,19 @@ class Split:
 
 
 def open_eval_data(
-    train: str | Source, test: str | None, *, holdout: float = 0.2, seed: int = 0, channels: int = 3
+    train: str | Source,
+    test: str | None,
+    *,
+    holdout: float = 0.2,
+    seed: int = 0,
+    channels: int = 3,
+    pixels: PixelConfig = EIGHT_BIT,
 ) -> EvalData:
     """Two sources, or one of which a seeded part is held out for testing."""
-    first = open_source(train, labels=True, channels=channels)
+    first = open_source(train, labels=True, channels=channels, pixels=pixels)
     if test is None:
         return split(first, holdout=holdout, seed=seed)
-    second = open_source(test, labels=True, channels=channels)
+    second = open_source(test, labels=True, channels=channels, pixels=pixels)
     train_labels, test_labels, classes = common_labels(first, second)
     return check_classes(EvalData(first, second, train_labels, test_labels, classes))
 
@@ -94,11 +101,11 @@ def check_classes(eval_data: EvalData) -> EvalData:
     return eval_data
 
 
-def open_maybe_labeled(where: str, *, channels: int) -> EvalData:
+def open_maybe_labeled(where: str, *, channels: int, pixels: PixelConfig = EIGHT_BIT) -> EvalData:
     """One source as the tested part, with labels if the data has them."""
     try:
-        source = open_source(where, labels=True, channels=channels)
+        source = open_source(where, labels=True, channels=channels, pixels=pixels)
     except UserError:
         # Either there are no labels, which is fine here, or no data, which the second attempt reports.
-        source = open_source(where, channels=channels)
+        source = open_source(where, channels=channels, pixels=pixels)
     return EvalData(None, source, None, source.labels, source.classes)

@@ -23,7 +23,9 @@ from tqdm.auto import tqdm
 from anechoic.config import Count, Positive, Section, Share, Whole
 from anechoic.data import decode
 from anechoic.data.decoding import Undecodable, decode_labels
+from anechoic.data.preprocess import Preprocess, computable
 from anechoic.data.source import MAX_CLASSES, is_image_name
+from anechoic.data.stored import READERS, decode_stored, has_reader, read_label_image, reads_stored
 from anechoic.errors import UserError
 from anechoic.eval.encoders import Encoder
 from anechoic.eval.features import patch_maps
@@ -97,7 +99,7 @@ def segment_images(
         raise UserError(f"The maps are colored by three eigenvectors, so --channels cannot be {options.channels}.")
     pairs = find_pairs(where, listed=listed)[:samples]
     table = None if mapping is None else read_mapping(mapping, void=void)
-    images, labels = read_all(pairs, image_size=encoder.image_size, channels=encoder.channels, mapping=table)
+    images, labels = read_all(pairs, encoder.preprocess, mapping=table)
     known = labels[labels != void]
     if not len(known):
         raise UserError(f"Every pixel of the masks is void ({void}), so nothing can be scored; set --void.")
@@ -117,7 +119,8 @@ def segment_images(
     result = score_maps(found, labels, clusters=clusters, classes=classes, void=void)
     scores = {**result, "images": len(images), "clusters": clusters, "classes": classes}
     colors = eigenvector_colors(soft_cells(tables[:SHOWN], side=64)).numpy(force=True)
-    return Segmented(scores, images[:SHOWN].permute(0, 2, 3, 1).numpy() / 255, colors)
+    shown = encoder.preprocess.invert(normalized[:SHOWN]).clamp(0, 1).permute(0, 2, 3, 1).numpy()
+    return Segmented(scores, shown, colors)
 
 
 # ---- images and masks
@@ -137,7 +140,8 @@ def find_pairs(root: str | Path, *, listed: Path | None = None) -> list[Pair]:
             f"{root} must hold the folders images and masks (or COCO-Stuff's images/val2017, annotations/val2017)."
         )
     images, masks = (
-        {path.stem: path for path in sorted(folder.iterdir()) if is_image_name(path.name)} for folder in layout
+        {path.stem: path for path in sorted(folder.iterdir()) if is_image_name(path.name) or reads_stored(path.name)}
+        for folder in layout
     )
     names = list(images) if listed is None else [Path(line.strip()).stem for line in read_lines(listed)]
     missing = [name for name in names if name not in images or name not in masks]
@@ -181,17 +185,23 @@ def read_mapping(path: Path, *, void: int) -> np.ndarray:
     return table
 
 
-def read_pair(pair: Pair, *, image_size: int, channels: int, mapping: np.ndarray | None) -> tuple[Tensor, np.ndarray]:
-    """uint8 image (C, s, s) and labels (s, s): shorter side resized (bilinear; nearest for labels), then the middle."""
+def read_pair(pair: Pair, preprocess: Preprocess, *, mapping: np.ndarray | None) -> tuple[Tensor, np.ndarray]:
+    """Image (C, s, s) and labels (s, s): shorter side resized (bilinear; nearest for labels), then the middle."""
+    image_size, channels, pixels = preprocess.image_size, preprocess.channels, preprocess.pixels
     try:
-        image = decode(read_regular(pair.image), channels=channels)
-        mask = decode_labels(read_regular(pair.mask))
+        data, marks = read_regular(pair.image), read_regular(pair.mask)
+        if pixels.stored:
+            image = computable(decode_stored(data, name=pair.image.name, pixels=pixels, channels=channels))
+        else:
+            image = decode(data, channels=channels)
+        stored = pair.mask.suffix.lower() in READERS and has_reader(pair.mask.suffix.lower())
+        mask = read_label_image(marks, name=pair.mask.name) if stored else decode_labels(marks)
     except (Undecodable, OSError) as error:
         raise UserError(
             f"{pair.image.name} or its mask {pair.mask.name} cannot be read ({reason(error)}); repair or remove both."
         ) from error
-    if mask.ndim != 2:
-        raise UserError(f"{pair.mask} must hold one label per pixel; it has the shape {mask.shape}.")
+    if mask.ndim != 2 or mask.dtype.kind not in "bui":
+        raise UserError(f"{pair.mask} must hold one label per pixel; it holds {mask.dtype} of shape {mask.shape}.")
     if mapping is not None and mask.max() > 255:
         raise UserError(f"{pair.mask} holds the label {mask.max()}, and a mapping is for labels from 0 to 255.")
     if tuple(image.shape[1:]) != mask.shape:
@@ -211,11 +221,9 @@ def read_pair(pair: Pair, *, image_size: int, channels: int, mapping: np.ndarray
     return resized[:, *window], resized_labels[window].numpy()
 
 
-def read_all(
-    pairs: Sequence[Pair], *, image_size: int, channels: int, mapping: np.ndarray | None
-) -> tuple[Tensor, np.ndarray]:
-    """uint8 images (N, C, s, s) and labels (N, s, s)."""
-    both = [read_pair(pair, image_size=image_size, channels=channels, mapping=mapping) for pair in pairs]
+def read_all(pairs: Sequence[Pair], preprocess: Preprocess, *, mapping: np.ndarray | None) -> tuple[Tensor, np.ndarray]:
+    """Images (N, C, s, s) and labels (N, s, s)."""
+    both = [read_pair(pair, preprocess, mapping=mapping) for pair in pairs]
     return torch.stack([image for image, _ in both]), np.stack([labels for _, labels in both])
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from anechoic.data import Source, Subset, open_source
 from anechoic.data.files import Files
+from anechoic.data.stored_files import StoredFiles
 from anechoic.errors import UserError, nearest_name
 from anechoic.eval.encoders import Encoder
 from anechoic.eval.feature_cache import features_of
@@ -34,7 +35,7 @@ def resolve(words: Sequence[str], collection: Source) -> list[Query]:
     for word in words:
         path = Path(word).expanduser()
         if path.exists():
-            opened = open_source(path, channels=collection.channels)
+            opened = open_source(path, channels=collection.channels, pixels=collection.pixels)
             queries += [on_disk(opened, i, collection, names) for i in range(len(opened))]
         else:
             own = by_name(word, names)
@@ -44,7 +45,7 @@ def resolve(words: Sequence[str], collection: Source) -> list[Query]:
 
 def on_disk(opened: Source, index: int, collection: Source, names: dict[str, int]) -> Query:
     name = opened.name(index)
-    if isinstance(opened, Files) and isinstance(collection, Files):
+    if isinstance(opened, Files | StoredFiles) and isinstance(collection, Files | StoredFiles):
         file, root = (opened.root / name).resolve(), collection.root.resolve()
         own = names.get(file.relative_to(root).as_posix()) if file.is_relative_to(root) else None
         return Query(name, opened, index, own)

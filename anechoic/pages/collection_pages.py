@@ -27,7 +27,7 @@ from anechoic.pages.html import (
     point_map,
     table,
 )
-from anechoic.pages.thumbnails import sheet, thumbnail
+from anechoic.pages.thumbnails import displayed, sheet, thumbnail
 
 # Pictures of a list on a page; the CSV has all of it.
 SHOWN_GROUPS, SHOWN_IN_GROUP, SHOWN_OUTLIERS = 40, 12, 36
@@ -47,7 +47,7 @@ class Pictures:
     def pixels(self, index: int, *, side: int) -> np.ndarray:
         """uint8 (H, W, C)"""
         try:
-            return self.source.read(index, min_side=side).permute(1, 2, 0).numpy()
+            return displayed(self.source.read(index, min_side=side))
         except BadImage:
             return np.full((side, side, 3), 128, np.uint8)
 

@@ -137,7 +137,7 @@ def images_for(run: RunOnDisk, data: str | None) -> EvalData:
     where = data or run.config.data.source
     if data is None and is_latents(where):
         raise UserError(f"{run.path} was trained on latents, which are no pictures: give images with --data.")
-    return open_maybe_labeled(where, channels=run.config.data.channels)
+    return open_maybe_labeled(where, channels=run.config.data.channels, pixels=run.config.data.pixels)
 
 
 def held_out_of(run: RunOnDisk, source: Source | None = None) -> Source:

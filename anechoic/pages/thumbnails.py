@@ -1,4 +1,4 @@
-"""Small pictures for pages: one image as a data URI, many as one sheet. uint8 pixels in, text out."""
+"""Small pictures for pages: one image as a data URI, many as one sheet. Pixels in, text out."""
 
 from __future__ import annotations
 
@@ -7,11 +7,26 @@ import io
 from collections.abc import Iterable
 
 import numpy as np
+import torch
 from PIL import Image
+from torch import Tensor
 
 from anechoic.pages.html import Sheet
 
 SIDE, TINY = 96, 16
+# Stored values are shown between these percentiles of each channel.
+SHOWN_PERCENTILES = (1, 99)
+
+
+def displayed(image: Tensor) -> np.ndarray:
+    """(C, H, W) -> uint8 (H, W, 1 | 3): pictures as they are; of stored values the first three channels, or the first,
+    each stretched between its percentiles."""
+    if image.dtype == torch.uint8 and len(image) in (1, 3, 4):
+        return image.permute(1, 2, 0).numpy()
+    values = image[: 3 if len(image) >= 3 else 1].float().permute(1, 2, 0).numpy()
+    low, high = np.percentile(values, SHOWN_PERCENTILES, axis=(0, 1))
+    unit = (values - low) / np.where(high > low, high - low, 1)
+    return (255 * unit.clip(0, 1)).round().astype(np.uint8)
 
 
 def thumbnail(pixels: np.ndarray, *, side: int = SIDE) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 from anechoic.data import Undecodable, decode, open_source
 from anechoic.data.decoding import stated_size
 from anechoic.data.loader import min_side_for
+from anechoic.data.stored import decode_stored
 from anechoic.diffusion.generate import Request, generate
 from anechoic.errors import UserError
 from anechoic.eval.denoisers import NoisyEncoder
@@ -33,7 +34,7 @@ from anechoic.index.index import SCALING, VECTOR, Index, Searchable, Vector, enc
 from anechoic.outcome import as_utf8
 from anechoic.pages.run_page import as_bytes
 from anechoic.pages.runs import RunOnDisk, encoder_of, open_run
-from anechoic.pages.thumbnails import thumbnail
+from anechoic.pages.thumbnails import displayed, thumbnail
 from anechoic.rng import SampleGenerator
 from anechoic.runtime.checkpoint import model_directory
 
@@ -82,9 +83,18 @@ class Studio:
     # ---- images that come in
 
     def decoded(self, data: bytes) -> Tensor:
-        """uint8 (C, H, W); UserError for what is no image or has too many pixels."""
+        """(C, H, W) as the network's images are read; UserError for what is no image or has too many pixels."""
         encoder = self.encoder()
         try:
+            if encoder.pixels.stored:
+                min_side = min_side_for(encoder.image_size)
+                return decode_stored(
+                    data,
+                    pixels=encoder.pixels,
+                    channels=encoder.channels,
+                    min_side=min_side,
+                    max_pixels=self.pixels,
+                )
             width, height = stated_size(data)
             if width * height > self.pixels:
                 raise UserError(f"{width} x {height} is too many pixels (up to {self.pixels:,} are read).")
@@ -221,7 +231,7 @@ class Collection:
 
     @classmethod
     def of(cls, path: Path, where: str, encoder: Encoder, device: str) -> Collection:
-        source = open_source(where, channels=encoder.channels)
+        source = open_source(where, channels=encoder.channels, pixels=encoder.pixels)
         # Of a denoiser's patches only the mean is available.
         vector: Vector = "mean" if isinstance(encoder, NoisyEncoder) else VECTOR
         index = open_index(encoder, source, encoder_name=str(path), place=where, vector=vector, device=device)
@@ -247,4 +257,4 @@ class Collection:
 
     def picture(self, row: int) -> str:
         pixels = self.index.source.read(int(self.index.ids[row]), min_side=2 * PICTURE)
-        return thumbnail(pixels.permute(1, 2, 0).numpy())
+        return thumbnail(displayed(pixels))

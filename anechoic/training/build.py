@@ -35,7 +35,7 @@ def open_data(config: Config) -> Source:
     labels = data.labels or config.validation.knn > 0 or needs_labels(config)
     if is_latents(data.source):
         return Latents(data.source, labels=labels)
-    return open_source(data.source, labels=labels, channels=data.channels, size=data.image_size)
+    return open_source(data.source, labels=labels, channels=data.channels, pixels=data.pixels, size=data.image_size)
 
 
 def make_loader(
@@ -56,7 +56,7 @@ def make_loader(
         image_size=data.image_size,
         batch_size=config.optim.batch_size,
         seed=config.seed,
-        augment=Augment(kind=data.augment, scale=data.scale, flip=data.flip),
+        augment=Augment(kind=data.augment, scale=data.scale, flip=data.flip, rotate=data.rotate),
         shuffle=True,
         drop_last=True,
         start=start,
@@ -201,4 +201,4 @@ def preprocess_of(config: Config) -> Preprocess:
     data = config.data
     assert data.mean is not None
     assert data.std is not None
-    return Preprocess(data.mean, data.std, data.image_size, data.channels)
+    return Preprocess(data.mean, data.std, data.image_size, data.channels, data.pixels)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from anechoic.adapters.registry import ADAPTERS
+from anechoic.data.preprocess import Preprocess
 from anechoic.models.vit import ViTConfig
 
 FOLDED = """
@@ -23,7 +24,47 @@ Largest difference from the original network, measured when this folder was writ
 """
 
 
-def readme(library: str, config: ViTConfig, differences: Mapping[str, float], *, folded: bool) -> str:
+STORED = """
+It reads {type} values as files store them, not 8-bit pictures: {curve}, then minus mean, divided by std.
+
+| channel | mean | std |{clips}
+|---|---|---|{rule}
+{rows}
+"""
+
+
+def stored_pixels(preprocess: Preprocess) -> str:
+    """Return how stored values are prepared, with the statistics of every channel; nothing for 8-bit pictures."""
+    pixels = preprocess.pixels
+    if not pixels.stored:
+        return ""
+    extra = {
+        name: values for name in ("clip_low", "clip_high", "center", "spread") if (values := getattr(pixels, name))
+    }
+    names = pixels.select or tuple(map(str, range(preprocess.channels)))
+    rows = [
+        f"| {' | '.join([name, *(f'{value:.6g}' for value in numbers)])} |"
+        for name, *numbers in zip(names, preprocess.mean, preprocess.std, *extra.values(), strict=True)
+    ]
+    return STORED.format(
+        type=pixels.type,
+        curve=CURVES[pixels.stretch],
+        clips="".join(f" {name} |" for name in extra),
+        rule="---|" * len(extra),
+        rows="\n".join(rows),
+    )
+
+
+CURVES = {
+    "linear": "clipped where the table has limits",
+    "log": "clipped where the table has limits, log(1 + u) of u = (value - center) / spread",
+    "asinh": "clipped where the table has limits, asinh(u) of u = (value - center) / spread",
+}
+
+
+def readme(
+    library: str, config: ViTConfig, preprocess: Preprocess, differences: Mapping[str, float], *, folded: bool
+) -> str:
     """Return Markdown with a YAML head. differences: as measured on the images the export was given."""
     height, width = config.size
     classifies = config.num_classes > 0
@@ -39,7 +80,7 @@ tags:
 
 {config.depth} blocks of width {config.dim} with {config.num_heads} heads on {config.patch_size} x {config.patch_size}
 patches of {height} x {width} images with {config.in_channels} channels.
-
+{stored_pixels(preprocess)}
 ```python
 {ADAPTERS[library].load().OPENING[classifies]}
 ```

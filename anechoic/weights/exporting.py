@@ -176,7 +176,9 @@ def to_library(library: str, model: Any, folder: Path, images: Tensor) -> Export
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
     differences, compared = _compare(library, folder, model, plain, images)
-    (folder / "README.md").write_text(readme(library, plain.config, differences, folded=is_decayed(model)))
+    (folder / "README.md").write_text(
+        readme(library, plain.config, model.preprocess, differences, folded=is_decayed(model))
+    )
     return Exported(folder, differences, compared)
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import tifffile
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from anechoic.config import PixelConfig
+from anechoic.data.preprocess import Preprocess
 from anechoic.errors import UserError
 from anechoic.eval import segmentation as segment
 from anechoic.eval.segmentation import (
@@ -24,6 +28,8 @@ from anechoic.eval.segmentation import (
     symmetric_part,
     token_graph,
 )
+
+RGB = Preprocess((0.5,) * 3, (0.5,) * 3, 8, 3)
 
 
 def dense_graph(tokens, *, neighbors, threshold):
@@ -174,11 +180,11 @@ def test_files_beside_images_are_no_images(folder):
 def test_images_and_masks_are_cropped_alike(folder):
     pairs = segment.find_pairs(folder)
     assert [pair.image.stem for pair in pairs] == ["scene 0", "scene 1", "scene 2"]
-    images, labels = segment.read_all(pairs, image_size=8, channels=3, mapping=None)
+    images, labels = segment.read_all(pairs, RGB, mapping=None)
     assert images.shape == (3, 3, 8, 8)
     assert (labels[:, :, :4] == 1).all()
     assert (labels[:, :, 4:] == 2).all()
-    exact, _ = segment.read_pair(pairs[0], image_size=16, channels=3, mapping=None)
+    exact, _ = segment.read_pair(pairs[0], replace(RGB, image_size=16), mapping=None)
     whole = np.array(Image.open(pairs[0].image)).transpose(2, 0, 1)
     assert np.array_equal(exact.numpy(), whole[:, :, 2:18])
 
@@ -201,12 +207,30 @@ def test_coco_layout_and_list(folder, tmp_path):
     assert [pair.mask.stem for pair in found] == ["scene 2", "scene 0"]
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int16", "int32", "uint32"])
+@pytest.mark.parametrize("suffix", [".tif", ".npy"])
+def test_stored_images_with_masks_of_any_integer_type(dtype, suffix, tmp_path):
+    image = np.random.default_rng(0).integers(0, 65535, (5, 8, 8), dtype=np.uint16)
+    mask = np.arange(64).reshape(8, 8).astype(dtype)
+    (tmp_path / "images").mkdir()
+    (tmp_path / "masks").mkdir()
+    tifffile.imwrite(tmp_path / "images" / "a.tif", image, photometric="minisblack")
+    if suffix == ".npy":
+        np.save(tmp_path / "masks" / "a.npy", mask)
+    else:
+        tifffile.imwrite(tmp_path / "masks" / "a.tif", mask)
+    prepare = Preprocess((0.0,) * 5, (1.0,) * 5, 8, 5, PixelConfig(type="uint16"))
+    images, labels = segment.read_all(segment.find_pairs(tmp_path), prepare, mapping=None)
+    assert np.array_equal(images[0].numpy(), image)
+    assert np.array_equal(labels[0], mask)
+
+
 def test_bad_folders_are_one_clear_sentence(folder):
     with pytest.raises(UserError, match="must hold the folders images and masks"):
         segment.find_pairs(folder / "images")
     Image.fromarray(np.zeros((4, 4), dtype=np.uint8)).save(folder / "masks" / "scene 1.png")
     with pytest.raises(UserError, match="same size"):
-        segment.read_all(segment.find_pairs(folder), image_size=8, channels=3, mapping=None)
+        segment.read_all(segment.find_pairs(folder), RGB, mapping=None)
     (folder / "masks" / "scene 1.png").unlink()
     with pytest.raises(UserError, match="'scene 1'"):
         segment.find_pairs(folder)

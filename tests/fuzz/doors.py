@@ -383,10 +383,12 @@ def make_masks(folder: Path) -> None:
 
 
 def enter_masks(path: Path) -> str:
+    from anechoic.data.preprocess import Preprocess
     from anechoic.eval.segmentation import find_pairs, read_all, read_mapping
 
+    prepare = Preprocess((0.5,) * 3, (0.5,) * 3, 16, 3)
     mapping = read_mapping(path / "classes.json", void=255)
-    images, _ = read_all(find_pairs(path, listed=path / "list.txt"), image_size=16, channels=3, mapping=mapping)
+    images, _ = read_all(find_pairs(path, listed=path / "list.txt"), prepare, mapping=mapping)
     return str(tuple(images.shape))
 
 
