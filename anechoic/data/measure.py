@@ -1,6 +1,6 @@
 """What `pretrain` finds out about images before it starts: type, channels, statistics, and which tiles are empty.
 
-Everything is measured on a sample, chosen evenly, and rounded, so that the same data gives the same config.
+Everything is measured on a sample, chosen evenly, and rounded, so that equal data has an equal config.
 """
 
 from __future__ import annotations

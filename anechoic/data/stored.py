@@ -123,7 +123,7 @@ def reads_stored(name: str) -> bool:
 
 @contextmanager
 def open_stored(file: str | Path | bytes, *, name: str = "") -> Iterator[StoredImage]:
-    """Open a file, or its content; name: tells the format. Undecodable for what cannot be read."""
+    """Open a file, or its content; name: decides the format. Undecodable for what cannot be read."""
     suffix = Path(name or ("" if isinstance(file, bytes) else str(file))).suffix.lower()
     if isinstance(file, bytes) and suffix not in READERS:
         suffix = sniffed(file) or suffix

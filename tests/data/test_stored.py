@@ -1,4 +1,4 @@
-"""Pixels as files store them: every layout of a format gives the same values, and they arrive unchanged."""
+"""Pixels as files store them: every layout of a format has the same values, and they arrive unchanged."""
 
 from __future__ import annotations
 
