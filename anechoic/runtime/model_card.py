@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from anechoic.data.latents import LatentSpace
 from anechoic.data.preprocess import Preprocess
@@ -23,6 +24,15 @@ FORMAT = "anechoic/1"
 FOREIGN = {"timm": "pretrained_cfg", "transformers": "model_type", "diffusers": "_diffusers_version"}
 
 
+class WithoutInitialization(TorchFunctionMode):
+    """Draw no random numbers while modules are built: without data, torch would import its compiler for that."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
 def network_of(card: Any, tensors: Mapping[str, Tensor], *, where: str) -> Network:
     """Return the network in eval mode, with `.preprocess` and `.latents` (None for images).
 
@@ -30,7 +40,7 @@ def network_of(card: Any, tensors: Mapping[str, Tensor], *, where: str) -> Netwo
     """
     config = config_of(card, where=where)
     preprocess = check_preprocess(of_kind(card, "preprocess", dict, where=where), config, where=where)
-    with torch.device("meta"):
+    with torch.device("meta"), WithoutInitialization():
         skeleton = build(config)
     check_tensors(skeleton, tensors, where=where)
     network: Any = build(config)

@@ -1,6 +1,7 @@
 """The application: a live page, and a JSON API whose description is /openapi.json. Every answer is bounded.
 
-Errors are sentences: status 400 for mistakes, 409 for a run that is being trained, 503 for a full queue.
+Errors are sentences: status 400 for mistakes, 409 for a run that is being trained, 503 for a full queue, 504 for a job
+that took too long.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from pydantic import BaseModel, Field
 from anechoic import __version__
 from anechoic.choices import Pooling, VerdictWord
 from anechoic.errors import UserError
+from anechoic.pages.runs import open_run
 from anechoic.server.control import Control, State
-from anechoic.server.inference import Studio, weights_stamp
+from anechoic.server.engine import Ended, Engine, TooLong
+from anechoic.server.inference import Gallery, Studio
 from anechoic.server.middleware import Guard, Limits, Refusal
-from anechoic.server.page import cached_verdict, live_page, report_of, status_of
+from anechoic.server.page import live_page, status_of
 from anechoic.server.worker import Busy, Worker
 
 Upload = Annotated[UploadFile, File(description="an image file: JPEG, PNG, WebP, GIF, BMP or TIFF")]
@@ -132,6 +135,7 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
         413: "The request is too large",
         421: "Another host was asked for",
         503: "The queue is full: retry after the seconds in Retry-After",
+        504: "The job took too long and was ended",
     }.items()
 }
 
@@ -140,7 +144,8 @@ class Served(NamedTuple):
     """app: what answers, its guard around it; the rest is what it answers with."""
 
     app: Guard
-    studio: Studio
+    gallery: Gallery
+    engine: Engine
     worker: Worker
     control: Control
 
@@ -156,13 +161,15 @@ def create_app(
 ) -> Served:
     """The application for one run directory."""
     limits = limits or Limits()
-    studio = Studio(path, data=data, device=device, pixels=limits.pixels)
+    gallery = Gallery(path, data=data, device=device)
+    engine = Engine(partial(Studio, path, data=data, device=device, pixels=limits.pixels))
     control = Control(path)
     worker = Worker(waiting=limits.queue)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
+        engine.close()
         worker.close()
         control.close()
 
@@ -176,12 +183,14 @@ def create_app(
         responses=PROBLEMS,
     )
 
-    async def compute(kind: Any, function: Any, argument: Any, seconds: float = limits.job_seconds) -> Any:
-        return await worker.run(kind, function, argument, seconds=seconds)
+    def called(function: Any, *arguments: Any, seconds: float = limits.job_seconds, **options: Any) -> Any:
+        """The result of a method of the Studio."""
+        return engine.call(function, *arguments, seconds=seconds, **options)
 
-    async def once(function: Any, seconds: float = limits.job_seconds) -> Any:
-        """A job of its own kind."""
-        return await compute(object(), partial(alone, function), None, seconds)
+    async def once(function: Any, *arguments: Any, seconds: float = limits.job_seconds, **options: Any) -> Any:
+        """The same in a job of its own kind."""
+        job = partial(called, function, *arguments, seconds=seconds, **options)
+        return await worker.run(object(), partial(alone, job), None, seconds=seconds)
 
     def ready() -> None:
         if control.state == "running":
@@ -208,32 +217,46 @@ def create_app(
         sentence = "The queue is full: retry in a moment."
         return JSONResponse({"detail": sentence}, status_code=503, headers={"retry-after": "1"})
 
+    @app.exception_handler(TooLong)
+    async def too_long(request: Request, problem: TooLong) -> JSONResponse:
+        sentence = (
+            f"The job took more than {limits.job_seconds:g} s and was ended: ask for less, or send a smaller image."
+        )
+        return JSONResponse({"detail": sentence}, status_code=504)
+
+    @app.exception_handler(Ended)
+    async def ended(request: Request, problem: Ended) -> JSONResponse:
+        sentence = (
+            f"The process that computes has ended ({problem}), and another one is started: ask for less, or retry."
+        )
+        return JSONResponse({"detail": sentence}, status_code=503, headers={"retry-after": "1"})
+
     # ---- the page
 
     @app.get("/", response_class=HTMLResponse, summary="The live page")
     async def live() -> str:
-        return live_page(studio.run, control.state)
+        return live_page(open_run(path), control.state)
 
     @app.get("/report", response_class=HTMLResponse, summary="The whole report on the run as it stands")
     async def report() -> str:
         ready()
-        return await once(partial(report_of, path, data=data, device=device), REPORT_SECONDS)
+        return await once(Studio.report, seconds=REPORT_SECONDS)
 
     @app.get("/status", summary="How far the run is")
     async def status() -> Status:
-        state, problem, searchable = control.state, control.problem, False
-        if state != "running" and studio.run.seen:
+        run, state, problem, searchable = open_run(path), control.state, control.problem, False
+        if state != "running" and run.seen:
             try:
-                searchable = studio.collection is not None
+                searchable = gallery.collection is not None
             except UserError as mistake:
                 problem = str(mistake)
-        found = status_of(studio.run, state=state, resume_command=shlex.join(control.command))
+        found = status_of(run, state=state, resume_command=shlex.join(control.command))
         return Status(**found, problem=problem, searchable=searchable)
 
     @app.get("/verdict", summary="Whether training worked, measured without labels")
     async def verdict() -> VerdictAnswer:
         ready()
-        return VerdictAnswer(**await once(partial(cached_verdict, path, weights_stamp(path), device=device)))
+        return VerdictAnswer(**await once(Studio.verdict))
 
     @app.post("/stop", summary="Ask the training to save and end")
     async def stop() -> Done:
@@ -252,16 +275,22 @@ def create_app(
         image: Upload, layer: Annotated[int, Query(ge=-1000, le=1000)] = -1, pooling: Pooling | None = None
     ) -> Embedding:
         ready()
-        function = partial(studio.embed, layer=layer, pooling=pooling)
-        return Embedding(**await compute(("embed", layer, pooling), function, await image.read()))
+        function = partial(called, Studio.embed, layer=layer, pooling=pooling)
+        kind, content = ("embed", layer, pooling), await image.read()
+        return Embedding(**await worker.run(kind, partial(together, function), content, seconds=limits.job_seconds))
 
     @app.post("/search", summary="The images nearest to an image")
     async def search(image: Upload, k: Annotated[int, Query(ge=1, le=48)] = 12) -> Found:
         ready()
-        collection = studio.collection
+        collection = gallery.collection
         if collection is None:
             raise Refusal(503, "The images are still being embedded.", **{"retry-after": "2"})
-        found = await once(partial(studio.search, await image.read(), k=k))
+        content = await image.read()
+
+        def job() -> list[dict[str, Any]]:
+            return gallery.nearest(*called(Studio.query, content, vector=collection.vector), k=k)
+
+        found = await worker.run(object(), partial(alone, job), None, seconds=limits.job_seconds)
         return Found(searched=len(collection), neighbors=[Neighbor(**one) for one in found])
 
     @app.post("/reconstruct", summary="What the autoencoder makes of an image with patches hidden")
@@ -277,25 +306,35 @@ def create_app(
         ready()
         places = None if hidden is None else numbers(hidden)
         content = await image.read()
-        return Reconstruction(**await once(partial(studio.reconstruct, content, hidden=places, ratio=ratio, seed=seed)))
+        return Reconstruction(**await once(Studio.reconstruct, content, hidden=places, ratio=ratio, seed=seed))
 
     @app.post("/patches", summary="The patch tokens of an image as colors")
     async def patches(image: Upload) -> PatchMap:
         ready()
-        return PatchMap(**await once(partial(studio.patches, await image.read())))
+        return PatchMap(**await once(Studio.patches, await image.read()))
 
     @app.post("/sample", summary="Images that a denoiser makes")
     async def sample(asked: SampleRequest) -> Samples:
         ready()
         choices = asked.model_dump() | {"classes": tuple(asked.classes)}
-        return Samples(**await once(partial(studio.sample, **choices)))
+        return Samples(**await once(Studio.sample, **choices))
 
-    return Served(Guard(app, limits=limits, token=token, local=local), studio, worker, control)
+    return Served(Guard(app, limits=limits, token=token, local=local), gallery, engine, worker, control)
 
 
 def alone(function: Any, arguments: Sequence[Any]) -> list[Any]:
     """A job that is computed by itself, as the worker calls it."""
     return [function() for _ in arguments]
+
+
+def together(function: Any, arguments: Sequence[Any]) -> Sequence[Any]:
+    """Jobs that are computed in one call; if that takes too long, each by itself, so that one cannot end the others."""
+    try:
+        return function(arguments)
+    except TooLong as problem:
+        if len(arguments) == 1:
+            return [problem]
+        return [found for argument in arguments for found in together(function, [argument])]
 
 
 def numbers(text: str) -> list[int]:

@@ -1,6 +1,7 @@
-"""Inference with a run's network: embed, search, reconstruct, color patches, sample. All of it in one thread.
+"""Inference with a run's network: embed, search, reconstruct, color patches, sample, report.
 
-Requests hold bytes and numbers, never a path.
+Requests hold bytes and numbers, never a path. A `Studio` computes, in a process of its own (engine.py); the `Gallery`,
+in the server's, holds the images that are searched.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ from anechoic.eval.tensors import check_finite
 from anechoic.index.index import SCALING, VECTOR, Index, Searchable, Vector, encoder_for, open_index
 from anechoic.outcome import as_utf8
 from anechoic.pages.run_page import as_bytes
-from anechoic.pages.runs import RunOnDisk, encoder_of, open_run
+from anechoic.pages.runs import encoder_of, open_run
 from anechoic.pages.thumbnails import displayed, thumbnail
 from anechoic.rng import SampleGenerator
 from anechoic.runtime.checkpoint import model_directory
+from anechoic.server.page import cached_verdict, report_of
 
 PICTURE = 256
 # Seconds after a failure before the images are embedded again.
@@ -54,30 +56,18 @@ def weights_stamp(run: Path) -> Stamp:
 
 
 class Studio:
-    """data: the images that are searched; None: the run's own."""
+    """Computes with the run's network as it is now."""
 
     def __init__(self, path: Path, *, data: str | None, device: str, pixels: int) -> None:
-        self.path, self.device, self.pixels = path, device, pixels
-        self.where = data or open_run(path).config.data.source
+        self.path, self.data, self.device, self.pixels = path, data, device, pixels
         self._weights: Stamp | None = None
         self._encoder: Encoder | None = None
-        self._collection: Collection | None = None
-        self._building: threading.Thread | None = None
-        self._build_problem = ""
-        self._build_failed_at = 0.0
-
-    @property
-    def run(self) -> RunOnDisk:
-        """As it stands now."""
-        return open_run(self.path)
 
     def encoder(self) -> Encoder:
-        """Return the encoder, loaded again when the files of its weights change. Called by the worker's thread only."""
+        """Return the encoder, loaded again when the files of its weights change."""
         weights = weights_stamp(self.path)
         if self._encoder is None or weights != self._weights:
-            self._encoder, self._weights = encoder_of(self.run, device=self.device), weights
-        if self._collection is not None and self._collection.weights != self._encoder.fingerprint:
-            self._collection = None
+            self._encoder, self._weights = encoder_of(open_run(self.path), device=self.device), weights
         return self._encoder
 
     # ---- images that come in
@@ -132,38 +122,12 @@ class Studio:
         about = {"layer": number, "pooling": pooled, "dim": vectors.shape[1], "weights": encoder.fingerprint}
         return [row if isinstance(row, UserError) else {"vector": vectors[row].tolist(), **about} for row in found]
 
-    # ---- neighbors
-
-    @property
-    def collection(self) -> Collection | None:
-        """None while it is made, which begins when it is first asked for and may take long."""
-        if self._collection is None and self._building is None:
-            if self._build_problem and time.monotonic() < self._build_failed_at + TRY_AGAIN_SECONDS:
-                raise UserError(self._build_problem)
-            self._building = threading.Thread(target=self._build, name="anechoic-index", daemon=True)
-            self._building.start()
-        return self._collection
-
-    def _build(self) -> None:
-        try:
-            # An encoder of its own: two threads must not run one network.
-            encoder = encoder_of(self.run, device=self.device)
-            self._collection = Collection.of(self.path, self.where, encoder, self.device)
-        except Exception as problem:  # reported by the next request; a thread's exception is invisible
-            known = isinstance(problem, UserError)
-            self._build_problem = str(problem) if known else f"The images cannot be searched ({problem!r:.200})."
-            self._build_failed_at = time.monotonic()
-        finally:
-            self._building = None
-
-    def search(self, data: bytes, *, k: int) -> list[dict[str, Any]]:
-        collection = self._collection
-        if collection is None:
-            raise UserError("The weights have changed and the images are being embedded again: retry in a moment.")
-        seeker, pooling = encoder_for(self.encoder(), collection.vector, -1)
+    def query(self, data: bytes, *, vector: Vector) -> tuple[np.ndarray, str]:
+        """Return the vector (1, D) that an image is searched by, and the weights that it is of."""
+        seeker, pooling = encoder_for(self.encoder(), vector, -1)
         given = Pictures([self.decoded(data)], channels=seeker.channels)
         found = features_of(seeker, given, poolings=(pooling,), device=self.device, cached=False)
-        return collection.nearest(next(iter(found.sets.values())), k=k)
+        return next(iter(found.sets.values())), self.encoder().fingerprint
 
     # ---- inside
 
@@ -205,6 +169,55 @@ class Studio:
         pictures = [thumbnail(pixels.permute(1, 2, 0).numpy(), side=PICTURE // 2) for pixels in images.pixels]
         found = [{"picture": picture, "label": label} for picture, label in zip(pictures, labels, strict=True)]
         return {"images": found, "evaluations": images.receipt["evaluations"]}
+
+    # ---- the run
+
+    def verdict(self) -> dict[str, Any]:
+        return cached_verdict(self.path, weights_stamp(self.path), device=self.device)
+
+    def report(self) -> str:
+        return report_of(self.path, data=self.data, device=self.device)
+
+
+class Gallery:
+    """The images that are searched, embedded in the background. data: which; None: the run's own."""
+
+    def __init__(self, path: Path, *, data: str | None, device: str) -> None:
+        self.path, self.device = path, device
+        self.where = data or open_run(path).config.data.source
+        self._collection: Collection | None = None
+        self._building: threading.Thread | None = None
+        self._build_problem = ""
+        self._build_failed_at = 0.0
+
+    @property
+    def collection(self) -> Collection | None:
+        """None while it is made, which begins when it is first asked for and may take long."""
+        if self._collection is None and self._building is None:
+            if self._build_problem and time.monotonic() < self._build_failed_at + TRY_AGAIN_SECONDS:
+                raise UserError(self._build_problem)
+            self._building = threading.Thread(target=self._build, name="anechoic-index", daemon=True)
+            self._building.start()
+        return self._collection
+
+    def _build(self) -> None:
+        try:
+            encoder = encoder_of(open_run(self.path), device=self.device)
+            self._collection = Collection.of(self.path, self.where, encoder, self.device)
+        except Exception as problem:  # reported by the next request; a thread's exception is invisible
+            known = isinstance(problem, UserError)
+            self._build_problem = str(problem) if known else f"The images cannot be searched ({problem!r:.200})."
+            self._build_failed_at = time.monotonic()
+        finally:
+            self._building = None
+
+    def nearest(self, vectors: np.ndarray, weights: str, *, k: int) -> list[dict[str, Any]]:
+        """Return the neighbors of a query by these weights; an index of others is made again."""
+        collection = self._collection
+        if collection is None or collection.weights != weights:
+            self._collection = None
+            raise UserError("The weights have changed and the images are being embedded again: retry in a moment.")
+        return collection.nearest(vectors, k=k)
 
 
 def hidden_patches(count: int, hidden: Sequence[int] | None, *, ratio: float, seed: int) -> Tensor:

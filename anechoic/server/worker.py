@@ -20,7 +20,7 @@ Compute = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 class Busy(Exception):
-    """The queue is full, or the job was not done in time."""
+    """The queue is full, or the job was not begun in time."""
 
 
 @dataclass
@@ -50,16 +50,17 @@ class Worker:
         self.thread.join(timeout=10)
 
     async def run(self, kind: Hashable, compute: Compute, argument: Any, *, seconds: float) -> Any:
-        """The job's result. Busy if there is no place for it, or no result in time; then it is not begun any more."""
+        """The job's result. Busy if there is no place for it, or it is not begun in time."""
         job = Job(kind, compute, argument)
         try:
             self.jobs.put_nowait(job)
         except queue.Full:
             raise Busy from None
-        try:
-            return await asyncio.wait_for(asyncio.wrap_future(job.done), seconds)
-        except TimeoutError:
-            raise Busy from None
+        result = asyncio.wrap_future(job.done)
+        done, _ = await asyncio.wait([result], timeout=seconds)
+        if not done and job.done.cancel():
+            raise Busy
+        return await result
 
     def _work(self) -> None:
         following: Job | None = None

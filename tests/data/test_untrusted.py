@@ -1,4 +1,4 @@
-"""Data that somebody else made: slow images, links that loop, and tables that name files elsewhere."""
+"""Untrusted data: slow images, links that loop, and tables that name files elsewhere."""
 
 from __future__ import annotations
 

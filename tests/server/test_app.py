@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -25,8 +26,9 @@ from anechoic.eval.encoders import run_encoder
 from anechoic.eval.reconstruction import filled_in, reconstructions
 from anechoic.runtime.checkpoint import checkpoints, model_card, write_model
 from anechoic.runtime.run import Run, holder, read_metrics
+from anechoic.server import inference
 from anechoic.server.control import Control
-from anechoic.server.inference import hidden_patches
+from anechoic.server.inference import Studio, hidden_patches
 from anechoic.training.loop import fit
 
 # ---- the network
@@ -47,7 +49,7 @@ def test_two_hundred_at_twenty_at_a_time_are_what_embed_writes(client, run, pict
 
 
 @pytest.mark.slow
-def test_heic_is_taken_with_its_extra(client, monkeypatch):
+def test_heic_is_taken_with_its_extra(client, run, monkeypatch):
     plugin = pytest.importorskip("pillow_heif", reason="no HEIC here: pip install 'anechoic[heic]'")
     file = io.BytesIO()
     plugin.from_bytes("RGB", (16, 16), bytes(range(256)) * 3).save(file)
@@ -55,8 +57,10 @@ def test_heic_is_taken_with_its_extra(client, monkeypatch):
     damaged = client.upload("/embed", file.getvalue()[:60])
     assert (damaged.status, "no image that can be read" in damaged.json["detail"]) == (400, True)
     monkeypatch.setattr("anechoic.data.decoding.HAS_HEIC", False)
-    without = client.upload("/embed", file.getvalue())
-    assert (without.status, "anechoic[heic]" in without.json["detail"]) == (400, True)
+    here = Studio(run, data=None, device="cpu", pixels=1 << 20)
+    (without,) = here.embed([file.getvalue()], layer=-1, pooling=None)
+    assert isinstance(without, UserError)
+    assert "anechoic[heic]" in str(without)
 
 
 @pytest.mark.slow
@@ -89,9 +93,7 @@ def test_an_image_of_the_collection_is_its_own_neighbor(client):
 
 @pytest.mark.slow
 def test_failure_to_embed_images_is_reported_and_retried(run, monkeypatch):
-    from anechoic.server import inference
-
-    studio = inference.Studio(run, data=None, device="cpu", pixels=1 << 20)
+    gallery = inference.Gallery(run, data=None, device="cpu")
     make = inference.Collection.of
 
     def broken(*_):
@@ -99,16 +101,16 @@ def test_failure_to_embed_images_is_reported_and_retried(run, monkeypatch):
 
     monkeypatch.setattr(inference.Collection, "of", broken)
     for _ in range(2):
-        wait_for(lambda: build_problem(studio) is not None)
-        assert "cannot be searched (MemoryError('no room'))" in build_problem(studio)
+        wait_for(lambda: build_problem(gallery) is not None)
+        assert "cannot be searched (MemoryError('no room'))" in build_problem(gallery)
     monkeypatch.setattr(inference.Collection, "of", make)
     monkeypatch.setattr(inference, "TRY_AGAIN_SECONDS", 0.0)
-    wait_for(lambda: studio.collection is not None)
+    wait_for(lambda: gallery.collection is not None)
 
 
-def build_problem(studio):
+def build_problem(gallery):
     try:
-        return studio.collection and None
+        return gallery.collection and None
     except UserError as problem:
         return str(problem)
 
@@ -333,3 +335,32 @@ def test_values_that_are_no_json_numbers_are_refused(client, value):
     answer = client.post("/sample", body, content_type="application/json")
     assert answer.status == 422
     assert answer.json["detail"][0]["loc"] == ["body", "guidance"]
+
+
+# ---- a run that changes under the server
+
+
+@pytest.mark.slow
+def test_deleted_run_does_not_reappear(run, pictures, tmp_path):
+    served = tmp_path / "run"
+    shutil.copytree(run, served)
+    with serving(served, data=str(pictures)) as client:
+        assert client.get("/status").status == 200
+        shutil.rmtree(served)
+        image = (pictures / "00.jpg").read_bytes()
+        answers = [client.get(path) for path in ("/", "/status", "/verdict", "/report")]
+        answers += [client.post("/stop"), client.post("/resume"), client.upload("/embed", image)]
+        for answer in answers:
+            assert answer.status == 400, answer.body
+            assert re.search(r"There is no run|was deleted|No process", answer.json["detail"])
+    assert not served.exists()
+
+
+@pytest.mark.slow
+def test_names_of_any_bytes_are_found(run, pictures, tmp_path):
+    shutil.copytree(pictures, tmp_path / "odd")
+    os.rename(tmp_path / "odd" / "00.jpg", os.fsencode(tmp_path / "odd") + b"/\xff\x1b.jpg")
+    with serving(run, data=str(tmp_path / "odd")) as client:
+        wait_for(lambda: client.served.gallery.collection is not None)
+        found = client.upload("/search?k=1", (pictures / "00.jpg").read_bytes())
+        assert found.json["neighbors"][0]["name"] == "\\udcff\x1b.jpg"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
+import signal
 import socket
 import struct
 import threading
@@ -16,6 +19,8 @@ from serving import BOUNDARY, FORM, png, serving, wait_for
 
 from anechoic.cli.main import main
 from anechoic.errors import UserError
+from anechoic.server.app import together
+from anechoic.server.engine import Ended, Engine, TooLong
 from anechoic.server.middleware import ImpatientProtocol, Limits, is_local
 from anechoic.server.server import check_token, listen
 from anechoic.server.worker import Busy, Worker
@@ -81,6 +86,52 @@ def test_a_job_that_takes_too_long_is_given_up(run, pictures):
         hold(client.served.worker, gate, pool)
         assert client.upload("/embed", (pictures / "00.jpg").read_bytes()).status == 503
         gate.set()
+
+
+@pytest.mark.slow
+def test_job_that_takes_too_long_is_ended_and_named(run, pictures, monkeypatch):
+    image = (pictures / "00.jpg").read_bytes()
+    with serving(run) as client, monkeypatch.context() as patch:
+        engine = client.served.engine
+        assert client.upload("/embed", image).status == 200
+        first, call = engine._process.pid, engine.call
+        patch.setattr(engine, "call", lambda *given, **options: call(*given, **{**options, "seconds": 0}))
+        ended = client.upload("/embed", image)
+        assert (ended.status, "took more than 60 s and was ended" in ended.json["detail"]) == (504, True)
+        patch.undo()
+        assert client.upload("/embed", image).status == 200
+        assert engine._process.pid != first
+        os.kill(engine._process.pid, signal.SIGKILL)  # as the system does when memory is short
+        lost = client.upload("/embed", image)
+        assert (lost.status, "has ended (exit code -9)" in lost.json["detail"]) == (503, True)
+        assert client.upload("/embed", image).status == 200
+
+
+def test_job_that_takes_too_long_does_not_end_those_beside_it():
+    def compute(arguments):
+        if "slow" in arguments:
+            raise TooLong
+        return [word.upper() for word in arguments]
+
+    found = together(compute, ["a", "slow", "b"])
+    assert [found[0], found[2], type(found[1])] == ["A", "B", TooLong]
+
+
+@pytest.mark.slow
+def test_engine_ends_what_does_not_end_itself():
+    engine = Engine(itertools.count)
+    try:
+        assert [engine.call(next, seconds=300) for _ in range(2)] == [0, 1]  # the state stays
+        with pytest.raises(TypeError):
+            engine.call(len, seconds=300)
+        with pytest.raises(TooLong):
+            engine.call(sum, seconds=0.5)
+        assert engine.call(next, seconds=300) == 0  # of another process
+    finally:
+        engine.close()
+    for _ in range(2):
+        with pytest.raises(Ended):
+            engine.call(next, seconds=300)
 
 
 @pytest.mark.slow
@@ -249,7 +300,7 @@ def test_what_is_no_image_is_a_mistake(strict, path, kind):
         "larger": bomb(2000, 2000),
         "cut": png(np.random.default_rng(0).integers(0, 255, (90, 90, 3), np.uint8))[:400],
     }[kind]
-    wait_for(lambda: strict.served.studio.collection is not None)
+    wait_for(lambda: strict.served.gallery.collection is not None)
     answer = strict.upload(path, data)
     assert answer.status == 400, answer.body
     assert answer.json["detail"].endswith(".")
