@@ -27,7 +27,7 @@ from torch import Tensor
 
 from anechoic.data.content_checksums import FileHashes, is_settled, stamp_of
 from anechoic.data.decoding import Undecodable, decode
-from anechoic.data.remote_files import Location, filesystem, is_url, open_location, size_of, version_of
+from anechoic.data.remote_files import Location, filesystem, identity_of, is_url, open_location, size_of, version_of
 from anechoic.data.source import (
     BadImage,
     EncodedSource,
@@ -129,7 +129,7 @@ class RemoteArchiveSource(ArchiveSource):
         return digest("remote archives", self.names.blob, self.names.ends, self.members["length"], versions)
 
     def content_of(self, archives: Sequence[Location]) -> np.ndarray:
-        return np.concatenate([version_of(archive) for archive in archives])
+        return np.frombuffer(b"".join(bytes.fromhex(digest(identity_of(str(url)))) for url in archives), "V16")
 
     def data(self, index: int) -> bytes:
         (found,) = self._fetch([index])
@@ -358,8 +358,8 @@ def _archive_source(
 
 def list_tar(path: Location) -> tuple[list[str], np.ndarray]:
     """Return every file of a tar, names and positions, in the order of the archive. A long list is cached."""
-    stamp = np.append(version_of(path), 0) if is_url(path) else np.array(stamp_of(os.stat(path)), np.int64)
-    key, about = digest("tar listing", str(path) if is_url(path) else "", stamp), f"members of {path}"
+    stamp = np.array((0,) * 5 if is_url(path) else stamp_of(os.stat(path)), np.int64)
+    key, about = digest("tar listing", identity_of(str(path)) if is_url(path) else "", stamp), f"members of {path}"
     if has_entry("listings", key):
         with suppress(OSError), open_entry("listings", key, about=about) as entry:
             if entry.intact([LISTING]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,9 +10,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from xxhash import xxh3_128
 
 from anechoic.errors import UserError
 from anechoic.storage.safe_io import open_regular, reason
+
+log = logging.getLogger("anechoic")
 
 Location = Path | str
 
@@ -52,11 +56,29 @@ def size_of(location: Location) -> int:
     return int(system.size(path))
 
 
-def version_of(location: Location) -> np.ndarray:
-    """Return two numbers that change with the file: its size, and its time or what the server knows of its version.
+VERSION_FIELDS = ("ETag", "etag", "LastModified", "last_modified", "mtime", "created", "version_id", "md5", "sha256")
 
-    The bytes of remote files are not hashed: that would download all of them.
+
+def identity_of(url: str) -> str:
+    """Return what changes with the file behind a URL: the URL, its size and its version, or the hash of its bytes.
+
+    Only files of which the server knows no version are downloaded for that.
     """
+    system, path = filesystem(url)
+    details = system.info(path)
+    version = [str(details.get(name) or "") for name in VERSION_FIELDS]
+    if not any(version):
+        log.warning("The server knows no version of %s: the file is read to identify it.", url)
+        state = xxh3_128()
+        with system.open(path, "rb") as file:
+            while block := file.read(1 << 22):
+                state.update(block)
+        version = [state.hexdigest()]
+    return repr((url, int(details.get("size") or 0), version))
+
+
+def version_of(location: Location) -> np.ndarray:
+    """Return two numbers from which earlier versions made fingerprints: size, and time or the server's version."""
     if not is_url(location):
         status = Path(location).stat()
         return np.array([status.st_size, status.st_mtime_ns], dtype=np.int64)

@@ -152,7 +152,7 @@ def _picture(file: str | Path | bytes) -> np.ndarray:
     if not isinstance(file, bytes):
         file = read_regular(file)
     with open_picture(file) as image:
-        refuse_bomb(image.height, image.width)
+        refuse_bomb(image.height, image.width, file)
         if file[:8] == b"\x89PNG\r\n\x1a\n" and file[24] == 16 and file[25] != 0:
             # Pillow reads 16-bit color as 8-bit.
             if find_spec("imagecodecs") is None:

@@ -7,7 +7,6 @@ card) and `state.json` (progress, and the checksum of every file and its own). S
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -122,7 +121,7 @@ def checkpoints(folder: Path) -> list[Path]:
 def verify(path: Path) -> dict[str, Any]:
     """Return the checkpoint's state; DamagedError unless its name and all checksums are right."""
     try:
-        state = unsealed(json.loads((path / "state.json").read_text()))
+        state = unsealed(read_table(path / "state.json"))
         if state["seen"] != int(path.name):
             raise DamagedError(f"it is the checkpoint of {state['seen']} samples")
         present = {file.name for file in path.iterdir()} - {"state.json"}

@@ -42,6 +42,9 @@ VALIDATION = ("validation", "monitor", "watch")
 MAX_METRICS_BYTES = 1 << 31
 # Seconds to wait for a run directory's lock before it counts as taken.
 PATIENCE = 5.0
+# Files that are not replaced as a whole when they are written.
+LOG = "resumed.log"
+WRITTEN_IN_PLACE = (".lock", ".owner", "metrics.jsonl", LOG)
 # Files that a finished run must still have, unchanged.
 RESULT_FILES = ("results.json", "metrics.jsonl", "model/config.json", "model/model.safetensors")
 
@@ -151,13 +154,24 @@ def holder(path: Path) -> int | None:
     except OSError:  # a directory that cannot be written has no lock to hold
         return None
     try:
-        words = (path / ".owner").read_text(errors="replace").split()
+        words = _owner(path).split()
     except OSError:
         return None
     match words:
         case ["process", number, "on", host] if number.isdecimal() and host == socket.gethostname():
             return int(number)
     return None
+
+
+def _owner(path: Path) -> str:
+    return read_regular(path / ".owner", limit=1 << 16).decode(errors="replace")
+
+
+def refuse_links(path: Path) -> None:
+    """Raise UserError if a file that is written in place is a link: writing would change a file elsewhere."""
+    for name in WRITTEN_IN_PLACE:
+        if (path / name).is_symlink():
+            raise UserError(f"{path / name} is a link, and writing to it would change another file: remove it.")
 
 
 class Run:
@@ -167,12 +181,13 @@ class Run:
         self.path = Path(path)
         self._lock = FileLock(self.path / ".lock", timeout=PATIENCE, poll_interval=0.1, thread_local=False)
         owner = self.path / ".owner"
+        refuse_links(self.path)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
             owner.write_text(f"process {os.getpid()} on {socket.gethostname()}")
         except Timeout:
-            holder = owner.read_text(errors="replace") if owner.exists() else "another process"
+            holder = _owner(self.path) if owner.exists() else "another process"
             raise UserError(f"The run directory {path} is in use by {holder}: wait for it or choose another.") from None
         except OSError as problem:
             self._lock.release()

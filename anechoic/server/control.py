@@ -10,10 +10,8 @@ from pathlib import Path
 
 from anechoic.choices import RunState as State
 from anechoic.errors import UserError
-from anechoic.runtime.run import holder
+from anechoic.runtime.run import LOG, holder, refuse_links
 from anechoic.runtime.subprocesses import Subprocesses
-
-LOG = "resumed.log"
 
 
 class Control:
@@ -66,6 +64,7 @@ class Control:
             raise UserError(f"{self.run} was deleted, so there is nothing to resume.")
         if self.state != "stopped":
             raise UserError(f"{self.run} is {self.state}, so there is nothing to resume.")
+        refuse_links(self.run)
         with open(self.run / LOG, "w") as log:
             self.resumed = self.children.start(self.command, stdout=log, stderr=log)
 

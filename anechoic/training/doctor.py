@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -17,6 +16,7 @@ from anechoic.choices import CheckState
 from anechoic.errors import UserError
 from anechoic.outcome import package_version
 from anechoic.storage.files import NEW, OLD, WAS
+from anechoic.storage.safe_io import read_table
 
 # Below these, in bytes: what commonly fails, and what may.
 LITTLE_DISK, SOME_DISK = 2 << 30, 10 << 30
@@ -294,8 +294,9 @@ def ending(run: Path) -> Iterator[Finding]:
         yield Finding("state", "note", "not finished", "the same command resumes it")
         return
     try:
-        seconds = json.loads(path.read_text()).get("seconds")
-    except (OSError, ValueError, AttributeError) as problem:
+        seconds = read_table(path).get("seconds")
+        seconds = seconds if isinstance(seconds, int | float) else None
+    except UserError as problem:
         yield Finding("state", "problem", f"results.json cannot be read ({problem})", "run the same command again")
         return
     yield Finding("state", "ok", f"finished{'' if seconds is None else f' after {seconds / 3600:.2f} hours'}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from PIL import Image
 from anechoic.cli.main import main
 from anechoic.data import BadImage, Source, Undecodable, decode, open_source
 from anechoic.data.decoding import MAX_PIXELS, MAX_SCANNED_PIXELS, MAX_SCANS, SCAN, decode_labels
+from anechoic.data.stored import open_stored
 from anechoic.data.tables import HubSet, Parquet
 from anechoic.errors import UserError
 
@@ -42,13 +44,18 @@ def progressive(side: int, *, repeat: int = 0) -> bytes:
     return data[:-2] + last * repeat + data[-2:]
 
 
+def opened_as_stored(data: bytes) -> None:
+    with open_stored(data, name="a.jpg"):
+        pass
+
+
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize(("side", "repeat"), [(16, MAX_SCANS), (4096, 64)], ids=["many scans", "many pixels"])
 def test_jpeg_of_too_many_scans_is_refused(side: int, repeat: int, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not fast:
         monkeypatch.setattr("anechoic.data.decoding.simplejpeg", None)
     data = progressive(side, repeat=repeat)
-    for read in (decode, decode_labels):
+    for read in (decode, decode_labels, opened_as_stored):
         with pytest.raises(Undecodable, match=rf"^\d+ scans of {side} x {side} pixels would take too long to decode$"):
             read(data)
 
@@ -150,3 +157,38 @@ def test_hub_set_names_files_below_its_folder_only(folder: Path, tmp_path: Path)
     source = HubSet(rows.cast_column("image", datasets.Image(decode=False)), folder, column="image", channels=3)
     outside = "outside the folder of its table, where --allow-outside would read it"
     assert reasons(source) == [None, outside, None]
+
+
+# ---- remote files
+
+
+@pytest.mark.parametrize("versions", [True, False], ids=["server knows versions", "server knows none"])
+def test_remote_archive_of_other_content_is_another_set(
+    folder: Path, versions: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of equal names, sizes and, where the server sends one, times."""
+    fsspec = pytest.importorskip("fsspec")
+    system = fsspec.filesystem("memory")
+    info = type(system).info
+    time = {"created": "2026-01-01"} if versions else {}
+
+    def without_versions(self: object, path: str, **options: object) -> dict[str, object]:
+        return {name: value for name, value in info(self, path, **options).items() if name != "created"} | time
+
+    monkeypatch.setattr(type(system), "info", without_versions)
+    found = []
+    for place, value in (("one", 0), ("two", 255), ("two", 0)):
+        pixels, file = np.full((8, 8, 3), value, np.uint8), io.BytesIO()
+        with tarfile.open(fileobj=file, mode="w") as archive:
+            image = io.BytesIO()
+            Image.fromarray(pixels).save(image, "BMP")
+            member = tarfile.TarInfo("a.bmp")
+            member.size = image.tell()
+            archive.addfile(member, io.BytesIO(image.getvalue()))
+        system.pipe_file(f"/untrusted/{place}.tar", file.getvalue())
+        source = open_source(f"memory://untrusted/{place}.tar")
+        found.append(source.fingerprint)
+        assert found[-1] == open_source(f"memory://untrusted/{place}.tar").fingerprint
+        assert int(source.read(0).max()) == value
+    assert found[0] != found[1]
+    assert versions or (found[1] != found[2] and "knows no version" in caplog.text)

@@ -8,13 +8,16 @@ import sys
 import time
 
 import pytest
+from filelock import FileLock
 
 import anechoic.runtime.run
 from anechoic.errors import UserError
-from anechoic.runtime.run import Run, read_metrics
+from anechoic.runtime.checkpoint import is_good
+from anechoic.runtime.run import Run, holder, read_metrics
 from anechoic.storage import files
 from anechoic.storage.files import _delete as delete
 from anechoic.storage.files import read_json, write_aside, write_json
+from anechoic.training.doctor import ending
 
 HOLD = """
 import sys, time
@@ -276,3 +279,37 @@ def test_skipped_images_are_listed_once(tmp_path, caplog):
         run.list_skipped([("c.jpg", "empty")])
     assert read_json(tmp_path / "skipped.json") == [{"name": "c.jpg", "reason": "empty"}]
     assert "is damaged" in caplog.text
+
+
+# ---- links in a run directory of another person
+
+
+@pytest.mark.parametrize("name", [".lock", ".owner", "metrics.jsonl", "resumed.log"])
+def test_run_with_a_link_to_another_file_is_refused(tmp_path, name):
+    """It would be written to, or cut to length 0."""
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path / "precious")
+    with pytest.raises(UserError, match=r"is a link, and writing to it would change another file: remove it\.$"):
+        Run(tmp_path / "run")
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+def test_endless_files_of_a_run_are_refused(tmp_path):
+    for name in ("metrics.jsonl", "results.json"):
+        (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(UserError, match=r"metrics.jsonl cannot be read \(not a regular file\)"):
+        read_metrics(tmp_path)
+    (found,) = ending(tmp_path)
+    assert (found.state, "not a regular file" in found.found) == ("problem", True)
+    (tmp_path / "000000000064").mkdir()
+    (tmp_path / "000000000064" / "state.json").symlink_to("/dev/zero")
+    assert not is_good(tmp_path / "000000000064")
+    with FileLock(tmp_path / ".lock"):
+        (tmp_path / ".owner").symlink_to("/dev/zero")
+        assert holder(tmp_path) is None
+
+
+def test_holder_of_a_deleted_run_creates_nothing(tmp_path):
+    assert holder(tmp_path / "run") is None
+    assert not (tmp_path / "run").exists()
