@@ -13,6 +13,7 @@ from anechoic_lab.records.markdown_tables import line, signed
 from anechoic_lab.records.statistics import Estimate, Records
 from anechoic_lab.studies.cifar_length import WHITENED
 from anechoic_lab.studies.emoji_styles import LENGTH as EMOJI
+from anechoic_lab.studies.emoji_styles import LONG, long_name
 
 
 @dataclass(frozen=True)
@@ -82,13 +83,16 @@ CLAIMS = (
         "muon-alpha1",
         {"retrieval_whitened_mean": "96,000 samples, whitened mean token"},
     ),
-    Claim(
-        "Figure 3",
-        "the same after 1,920,000 samples",
-        EMOJI,
-        "muon-1920k-alpha0.6",
-        "muon-1920k-alpha1",
-        {"retrieval_whitened_mean": "whitened mean token"},
+    *(
+        Claim(
+            "Figure 3",
+            f"the same after {samples:,} samples",
+            EMOJI,
+            long_name(0.6, samples),
+            long_name(1.0, samples),
+            {"retrieval_whitened_mean": "whitened mean token"},
+        )
+        for samples in LONG
     ),
 )
 # Claims of which there are short runs with AdamW only: (source, text, page).
