@@ -57,7 +57,7 @@ KnnScaling = Literal["raw", "standardized", "whitened"]
 Centering = Literal["columns", "rows", "none"]
 ProbeProtocol = Literal["logistic", "in100", "mae"]
 CheckpointMetric = Literal["probe", "knn"]
-SearchEngine = Literal["torch", "faiss"]
+SearchEngine = Literal["auto", "torch", "faiss", "approximate"]
 VerdictWord = Literal["learning", "plateaued", "collapsed", "worse than raw pixels"]
 
 # Weights

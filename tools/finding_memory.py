@@ -51,7 +51,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         vectors = drawn(Path(folder) / "vectors.npy", asked.count, asked.width)
         started = time.perf_counter()
-        searchable = Searchable.of(vectors, SCALING)
+        searchable = Searchable.of(vectors, SCALING, engine="torch")
         opened = time.perf_counter()
         searchable.nearest(np.array(vectors[:10]), k=12)
         searched = time.perf_counter()

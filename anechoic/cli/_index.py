@@ -53,6 +53,19 @@ VECTORS = {
 
 
 def changes_text(metrics: dict[str, Any]) -> str:
+    return index_text(metrics) + search_text(metrics["search"])
+
+
+def search_text(search: dict[str, Any]) -> str:
+    if search["exact"]:
+        return ""
+    return (
+        "\nSearch is approximate: recall at 10 is {recall:.3f} against exact search of a sample "
+        "({read} of {lists} lists are read)."
+    ).format(**search)
+
+
+def index_text(metrics: dict[str, Any]) -> str:
     if metrics["added"] == metrics["images"]:
         return f"\nIndexed {metrics['images']:,} images."
     parts = [f"{metrics[name]:,} {name}" for name in ("added", "removed") if metrics[name]]

@@ -10,7 +10,19 @@ from typing import TYPE_CHECKING, Any
 from anechoic.cli._command import command
 from anechoic.cli._index import changes_text, index_metrics, indexed
 from anechoic.cli._shared import check_page, skipped_text
-from anechoic.cli.options import Data, Device, ImageSize, ImageVector, Layer, Out, Run, Seed, VectorScaling, Workers
+from anechoic.cli.options import (
+    Data,
+    Device,
+    Engine,
+    ImageSize,
+    ImageVector,
+    Layer,
+    Out,
+    Run,
+    Seed,
+    VectorScaling,
+    Workers,
+)
 from anechoic.outcome import Outcome, printable
 
 if TYPE_CHECKING:
@@ -32,6 +44,7 @@ def explore(
     layer: Layer = -1,
     vector: ImageVector = "flat",
     scaling: VectorScaling = "standardized",
+    engine: Engine = "auto",
     image_size: ImageSize = None,
     device: Device = "auto",
     workers: Workers = None,
@@ -55,9 +68,11 @@ def explore(
     page = Path(out)
     check_page(page)
     encoder, index = indexed(run, data, vector, layer, image_size, device, workers)
-    found = explored(Searchable.of(index.vectors, scaling).units, clusters=clusters, seed=seed)
+    searchable = Searchable.of(index.vectors, scaling, engine=engine)
+    found = explored(searchable.units, find=searchable.nearest_others, clusters=clusters, seed=seed)
     metrics: dict[str, Any] = {
         **index_metrics(encoder, index, vector, scaling),
+        "search": searchable.described(),
         **described(index, found),
         "page": str(page),
     }

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from tyro.conf import arg
 
-from anechoic.choices import AllLayers, Pooling, Scaling, Vector
+from anechoic.choices import AllLayers, Pooling, Scaling, SearchEngine, Vector
 
 PathLike = str | Path
 
@@ -59,4 +59,11 @@ ImageVector = Annotated[
 VectorScaling = Annotated[
     Scaling,
     arg(help="raw; centered to mean 0; standardized, each channel to deviation 1 too; or whitened, all directions."),
+]
+Engine = Annotated[
+    SearchEngine,
+    arg(
+        help="torch or faiss: exact; approximate: a memory-mapped index of faiss, with its recall measured; auto: "
+        "exact up to 100,000 images. faiss is an extra package."
+    ),
 ]

@@ -9,11 +9,21 @@ from typing import Annotated, Any
 
 import tyro
 
-from anechoic.choices import SearchEngine
 from anechoic.cli._command import command
 from anechoic.cli._index import changes_text, index_metrics, indexed
 from anechoic.cli._shared import check_page, skipped_text
-from anechoic.cli.options import Data, Device, ImageSize, ImageVector, Layer, OptionalOut, Run, VectorScaling, Workers
+from anechoic.cli.options import (
+    Data,
+    Device,
+    Engine,
+    ImageSize,
+    ImageVector,
+    Layer,
+    OptionalOut,
+    Run,
+    VectorScaling,
+    Workers,
+)
 from anechoic.errors import UserError
 from anechoic.outcome import Outcome
 
@@ -32,7 +42,7 @@ def search(
     layer: Layer = -1,
     vector: ImageVector = "flat",
     scaling: VectorScaling = "standardized",
-    engine: SearchEngine = "torch",
+    engine: Engine = "auto",
     image_size: ImageSize = None,
     device: Device = "auto",
     workers: Workers = None,
@@ -47,7 +57,6 @@ def search(
     Args:
         query: image files or folders of them, or names or numbers of images in the data.
         k: number of images to find for each query.
-        engine: torch, or faiss, which needs an extra package; both are exact.
     """
     started = time.perf_counter()
     from anechoic.index.index import Searchable
@@ -63,8 +72,8 @@ def search(
     encoder, index = indexed(run, data, vector, layer, image_size, device, workers)
     queries = resolve(query, index.source)
     vectors = query_vectors(queries, index, encoder, vector=vector, layer=layer, device=device)
-    searchable = Searchable.of(index.vectors, scaling)
-    found = searchable.nearest(vectors, k=k + 1, engine=engine)
+    searchable = Searchable.of(index.vectors, scaling, engine=engine)
+    found = searchable.nearest(vectors, k=k + 1)
     rows = []
     for number, (asked, near, values) in enumerate(zip(queries, found.indices, found.similarities, strict=True)):
         hits = zip(index.ids[near.numpy()].tolist(), values.tolist(), strict=True)
@@ -72,7 +81,8 @@ def search(
         for rank, (i, value) in enumerate(others, 1):
             where = {"index": i, "image": index.source.name(i), "similarity": value}
             rows.append({"number": number, "query": asked.name, "rank": rank, **where})
-    metrics: dict[str, Any] = {**index_metrics(encoder, index, vector, scaling), "rows": rows}
+    metrics: dict[str, Any] = {**index_metrics(encoder, index, vector, scaling), "search": searchable.described()}
+    metrics["rows"] = rows
     columns = ("query", "rank", "similarity", "image")
     text = text_table(columns, [[row[name] for name in columns] for row in rows]) + changes_text(metrics)
     if page is not None:

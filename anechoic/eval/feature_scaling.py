@@ -16,6 +16,7 @@ from torch import Tensor
 
 from anechoic.choices import Scaling
 from anechoic.eval.tensors import as_tensor, check_finite
+from anechoic.storage.files import release
 
 SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
 # Directions with less than this share of the largest variance are not blown up.
@@ -82,13 +83,20 @@ def unit_vectors(features: np.ndarray | Tensor, change: Affine | None) -> Tensor
     """The changed vectors (n, D), each of length 1, without a second copy of all of them."""
     found = torch.empty(features.shape, dtype=torch.float32)
     start = 0
-    for part in chunks(features):
-        found[start : start + len(part)] = F.normalize(apply_scaling(part, change), dim=1)
+    for part in unit_chunks(features, change):
+        found[start : start + len(part)] = part
         start += len(part)
     return found
+
+
+def unit_chunks(features: np.ndarray | Tensor, change: Affine | None) -> Iterator[Tensor]:
+    """Yield the changed vectors, each of length 1, float32, a stretch at a time."""
+    for part in chunks(features):
+        yield F.normalize(apply_scaling(part, change), dim=1)
 
 
 def chunks(features: np.ndarray | Tensor) -> Iterator[Tensor]:
     """Stretches of the vectors in double precision; a file is read as it is passed."""
     for start in range(0, len(features), CHUNK):
         yield as_tensor(features[start : start + CHUNK]).double()
+        release(features)

@@ -10,6 +10,8 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,8 +21,12 @@ from tqdm.auto import tqdm
 from anechoic.errors import UserError
 from anechoic.eval.metrics.knn import Neighbors, nearest_units
 from anechoic.eval.projections import tsne
-from anechoic.index.index import nearest_others
+from anechoic.eval.tensors import as_tensor
+from anechoic.index.neighbors import nearest_others
+from anechoic.storage.files import release
 
+# In memory, or a memory-mapped file.
+Units = Tensor | np.ndarray
 # Neighbors of each image that are computed; those that define outliers and are shown on a map.
 NEIGHBORS, LIKE = 20, 10
 # Rows of a block, and the maximum number of samples that clusters and maps are fitted to.
@@ -52,9 +58,20 @@ class Exploration:
         return np.argsort(self.likeness, kind="stable")
 
 
-def explored(units: Tensor, *, clusters: int | None = None, seed: int = 0) -> Exploration:
-    """Return neighbors, near-duplicates, clusters and a map of units (n, D) of length 1."""
-    near = all_neighbors(units)
+class FindOthers(Protocol):
+    """Find the k nearest of these rows of a collection among all others."""
+
+    def __call__(self, rows: np.ndarray | Tensor, /, *, k: int) -> Neighbors: ...
+
+
+def explored(
+    units: Units, *, find: FindOthers | None = None, clusters: int | None = None, seed: int = 0
+) -> Exploration:
+    """Return neighbors, near-duplicates, clusters and a map of units (n, D) of length 1.
+
+    find: instead of exact search, for which time grows with the square of n.
+    """
+    near = all_neighbors(units, find=find)
     limit = duplicate_limit(near)
     pairs = duplicate_pairs(near, limit)
     return Exploration(
@@ -76,8 +93,9 @@ def sampled(count: int, wanted: int, *, seed: int) -> np.ndarray:
     return np.floor(ends[:-1] + share * np.diff(ends)).astype(np.int64)
 
 
-def all_neighbors(units: Tensor, *, k: int = NEIGHBORS) -> Neighbors:
-    """Return the k nearest others of every row (n, D)."""
+def all_neighbors(units: Units, *, k: int = NEIGHBORS, find: FindOthers | None = None) -> Neighbors:
+    """Return the k nearest others of every row (n, D), exactly unless `find` finds them."""
+    find = find or partial(nearest_others, as_tensor(units))
     n = len(units)
     if n < 2:
         raise UserError(f"There are {n} images, and neighbors need two: give more images.")
@@ -86,7 +104,7 @@ def all_neighbors(units: Tensor, *, k: int = NEIGHBORS) -> Neighbors:
     with tqdm(total=n, desc="comparing", unit=" images", delay=2, leave=False, disable=None) as bar:
         for start in range(0, n, ROWS_AT_ONCE):
             rows = torch.arange(start, min(start + ROWS_AT_ONCE, n))
-            found.similarities[rows], found.indices[rows] = nearest_others(units, rows, k=k)
+            found.similarities[rows], found.indices[rows] = find(rows, k=k)
             bar.update(len(rows))
     return found
 
@@ -119,29 +137,37 @@ def duplicate_limit(near: Neighbors, *, false_alarms: float = FALSE_ALARMS) -> L
     """
     from scipy.special import betaincinv
 
-    distances = (2 - 2 * near.similarities.double()).clamp(min=0).sqrt().numpy()
-    n, k = distances.shape
+    n, k = near.similarities.shape
+    first, third, last = (distance(near.similarities[:, j]).numpy() for j in (0, min(THIRD, k) - 1, k - 1))
     # Of more than K copies even the K-th neighbor is one: then a fraction of the median distance is used.
-    reference = np.maximum(distances[:, -1], CROWD * np.median(distances[:, -1]))
-    ratio = distances[:, 0] / np.maximum(reference, 1e-9)
+    reference = np.maximum(last, CROWD * np.median(last))
+    ratio = first / np.maximum(reference, 1e-9)
     if k < 2 * THIRD:  # too few neighbors: only equal vectors
         return Limit(0.0, math.inf, reference, ratio)
-    low = np.quantile(distances[:, THIRD - 1] / np.maximum(reference, 1e-9), QUANTILE)
+    low = np.quantile(third / np.maximum(reference, 1e-9), QUANTILE)
     expected = float(betaincinv(THIRD, k - THIRD, QUANTILE))
     dimension = math.log(expected) / math.log(float(np.clip(low, 1e-6, 1 - 1e-6)))
     return Limit((false_alarms / (n * (k - 1))) ** (1 / dimension), dimension, reference, ratio)
 
 
+def distance(similarities: Tensor) -> Tensor:
+    """Return the distance of two vectors of length 1, in double precision."""
+    return (2 - 2 * similarities.double()).clamp(min=0).sqrt()
+
+
 def duplicate_pairs(near: Neighbors, limit: Limit) -> list[tuple[int, int, float]]:
     """Return (i, j, similarity) with i < j, each pair once, most similar first: within the limits of both images."""
     reference = torch.from_numpy(limit.reference)
-    reach = limit.share * torch.minimum(reference[:, None], reference[near.indices])
-    distance = (2 - 2 * near.similarities.double()).clamp(min=0).sqrt()
-    row, column = ((distance <= reach) | (near.similarities >= SAME)).nonzero(as_tuple=True)
-    other, similarity = near.indices[row, column], near.similarities[row, column]
-    pairs = {
-        (min(i, j), max(i, j)): s for i, j, s in zip(row.tolist(), other.tolist(), similarity.tolist(), strict=True)
-    }
+    pairs: dict[tuple[int, int], float] = {}
+    for start in range(0, len(reference), ROWS_AT_ONCE):
+        rows = slice(start, start + ROWS_AT_ONCE)
+        similarities, others = near.similarities[rows], near.indices[rows]
+        reach = limit.share * torch.minimum(reference[rows, None], reference[others])
+        row, column = ((distance(similarities) <= reach) | (similarities >= SAME)).nonzero(as_tuple=True)
+        found = zip(
+            (row + start).tolist(), others[row, column].tolist(), similarities[row, column].tolist(), strict=True
+        )
+        pairs.update({(min(i, j), max(i, j)): s for i, j, s in found})
     return sorted(((i, j, s) for (i, j), s in pairs.items()), key=lambda pair: (-pair[2], pair[0], pair[1]))
 
 
@@ -177,13 +203,16 @@ class Clusters:
         return np.bincount(self.label, minlength=len(self.centers)).tolist()
 
 
-def cluster(units: Tensor, *, count: int | None = None, seed: int = 0, examples: int = 8) -> Clusters:
+def cluster(units: Units, *, count: int | None = None, seed: int = 0, examples: int = 8) -> Clusters:
     """Return k-means clusters of a sample, and every image's nearest center; count None: the best silhouette."""
     if count is not None and not 1 <= count <= len(units):
         raise UserError(f"There are {len(units)} images, so they form 1 to {len(units)} clusters, not {count}.")
-    sample = units[sampled(len(units), CLUSTERED, seed=seed)]
+    sample = as_tensor(units[sampled(len(units), CLUSTERED, seed=seed)])
     centers = k_means(sample, count, seed=seed) if count else best_clusters(sample, seed=seed)
-    near = [nearest_units(centers, part, k=1) for part in units.split(ROWS_AT_ONCE)]
+    near = []
+    for start in range(0, len(units), ROWS_AT_ONCE):
+        near.append(nearest_units(centers, as_tensor(units[start : start + ROWS_AT_ONCE]), k=1))
+        release(units)
     label = torch.cat([part.indices[:, 0] for part in near]).numpy()
     similarity = torch.cat([part.similarities[:, 0] for part in near]).numpy()
     sizes = np.bincount(label, minlength=len(centers))
@@ -232,10 +261,10 @@ class Map:
     neighbors: list[list[int]]
 
 
-def map_of(units: Tensor, *, points: int = MAPPED, seed: int = 0) -> Map:
+def map_of(units: Units, *, points: int = MAPPED, seed: int = 0) -> Map:
     """Return a t-SNE map of points spread evenly over the collection."""
     chosen = sampled(len(units), points, seed=seed)
-    shown = units[chosen]
+    shown = as_tensor(units[chosen])
     k = min(LIKE, len(chosen) - 1)
     neighbors = nearest_others(shown, np.arange(len(chosen)), k=k).indices.tolist()
     if len(chosen) < 4:

@@ -1,7 +1,8 @@
 """The index of a collection: one vector per image in the cache, and the search in it.
 
 It belongs to an encoder, a layer, a kind of vector and the path of a collection. When it is opened again, added or
-changed images are embedded and removed ones deleted; with other weights all are embedded again. Search is exact.
+changed images are embedded and removed ones deleted; with other weights all are embedded again. Search is exact, or
+approximate in large collections (neighbors.py).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anechoic.choices import Vector
+from anechoic.choices import SearchEngine, Vector
 from anechoic.data import Source, Subset
 from anechoic.data.decoding import decoders
 from anechoic.data.source import digest, readable
@@ -28,7 +30,8 @@ from anechoic.eval.feature_cache import NoneReadableError, create_table, feature
 from anechoic.eval.feature_scaling import CHUNK, Affine, Scaling, fit_scaling, is_constant, unit_vectors
 from anechoic.eval.features import Pooling, choose_layers
 from anechoic.eval.metrics.knn import Neighbors, nearest_units
-from anechoic.eval.tensors import warn_if_constant
+from anechoic.eval.tensors import as_tensor, warn_if_constant
+from anechoic.index.neighbors import Approximate, load_faiss, nearest_others, open_approximate
 from anechoic.storage.cache import OpenEntry, open_entry
 from anechoic.storage.files import write_aside
 
@@ -39,6 +42,9 @@ FLAT_WIDTH = 512
 # The best search results by labels (results/search-vectors.json, docs/finding.md).
 VECTOR: Vector = "flat"
 SCALING: Scaling = "standardized"
+
+# Number of vectors up to which search compares with all of them, unless another engine is chosen.
+EXACT = 100_000
 
 VECTORS, KEYS = "vectors.npy", "keys.npy"
 
@@ -223,44 +229,57 @@ def merge(path: Path, ids: np.ndarray, parts: Sequence[Part]) -> None:
 
 @dataclass(frozen=True)
 class Searchable:
-    """Vectors of length 1 under a scaling fitted to the collection; change: the scaling, for queries."""
+    """Vectors of length 1 under a scaling fitted to the collection, a tensor or a mapped file; change: the scaling, for
+    queries; approximate: what searches instead of comparing with all of them."""
 
-    units: Tensor
+    units: Tensor | np.ndarray
     change: Affine | None
+    engine: SearchEngine = "torch"
+    approximate: Approximate | None = None
 
     @classmethod
-    def of(cls, vectors: np.ndarray, scaling: Scaling) -> Searchable:
+    def of(cls, vectors: np.ndarray, scaling: Scaling, *, engine: SearchEngine = "auto") -> Searchable:
+        """engine auto: exact up to EXACT vectors, approximate beyond if faiss is installed."""
         if is_constant(vectors):  # without their mean, no direction would be left
             warn_if_constant(vectors, "of the collection")
             scaling = "raw"
         change = fit_scaling(vectors, scaling)
-        return cls(unit_vectors(vectors, change), change)
+        if engine == "auto":
+            engine = "approximate" if len(vectors) > EXACT and find_spec("faiss") else "torch"
+        if engine == "approximate":
+            try:
+                found = open_approximate(vectors, change)
+                return cls(found.mapped, change, engine, found)
+            except OSError as error:
+                log.warning("The approximate index cannot be cached (%s): search is exact.", error.strerror or error)
+                engine = "torch"
+        return cls(unit_vectors(vectors, change), change, engine)
 
-    def nearest(self, queries: np.ndarray, *, k: int, engine: str = "torch") -> Neighbors:
-        """Return the k nearest of each query vector of the encoder; both engines are exact."""
+    def nearest(self, queries: np.ndarray, *, k: int) -> Neighbors:
+        """Return the k nearest of each query vector of the encoder."""
         if not np.isfinite(queries).all():
             raise NotFiniteError("A query's vector contains NaN or infinity: the weights are damaged, so use others.")
         asked, k = unit_vectors(queries, self.change), min(k, len(self.units))
-        return nearest_by_faiss(self.units, asked, k=k) if engine == "faiss" else nearest_units(self.units, asked, k=k)
+        if self.approximate is not None:
+            return self.approximate.nearest(asked, k=k)
+        units = as_tensor(self.units)
+        return nearest_by_faiss(units, asked, k=k) if self.engine == "faiss" else nearest_units(units, asked, k=k)
+
+    def nearest_others(self, rows: np.ndarray | Tensor, *, k: int) -> Neighbors:
+        """Return the k nearest of these rows of the collection among all others."""
+        if self.approximate is not None:
+            return self.approximate.nearest_others(rows, k=k)
+        return nearest_others(as_tensor(self.units), rows, k=k)
+
+    def described(self) -> dict[str, Any]:
+        """Return how it searches, for the JSON; recall: at 10, against exact search."""
+        found = self.approximate
+        exact: dict[str, Any] = {"engine": self.engine, "exact": found is None}
+        return exact if found is None else {**exact, "recall": found.recall, "lists": found.lists, "read": found.probes}
 
 
 def nearest_by_faiss(units: Tensor, queries: Tensor, *, k: int) -> Neighbors:
-    try:
-        import faiss
-    except ImportError as error:
-        raise UserError('faiss is an extra package: pip install "anechoic[search]", or omit --engine.') from error
-    table = faiss.IndexFlatIP(units.shape[1])
+    table = load_faiss().IndexFlatIP(units.shape[1])
     table.add(units.numpy())
     similarities, indices = table.search(queries.numpy(), k)
     return Neighbors(torch.from_numpy(similarities), torch.from_numpy(indices))
-
-
-def nearest_others(units: Tensor, rows: np.ndarray | Tensor, *, k: int) -> Neighbors:
-    """Return the k nearest of these rows among all others; a row is never its own neighbor."""
-    rows = torch.as_tensor(rows)
-    found = nearest_units(units, units[rows], k=k + 1)
-    itself = found.indices == rows[:, None]
-    # Where k + 1 others are equal to it, it may not be among them.
-    itself[~itself.any(dim=1), -1] = True
-    shape = (len(rows), k)
-    return Neighbors(found.similarities[~itself].view(shape), found.indices[~itself].view(shape))

@@ -29,8 +29,9 @@ from anechoic.pages.html import (
 )
 from anechoic.pages.thumbnails import displayed, sheet, thumbnail
 
-# Pictures of a list on a page; the CSV has all of it.
+# Pictures of a list on a page; the CSV has all of it, up to this number of rows, which a browser still opens.
 SHOWN_GROUPS, SHOWN_IN_GROUP, SHOWN_OUTLIERS = 40, 12, 36
+MAX_ROWS = 100_000
 
 
 def folder_of(name: str) -> str:
@@ -98,6 +99,8 @@ def explore_page(result: Mapping[str, Any], index: Index, found: Exploration) ->
         ["images in them", sum(len(group["images"]) for group in metrics["duplicates"])],
         ["clusters", len(metrics["clusters"])],
     ]
+    if not metrics["search"]["exact"]:
+        counts.append(["recall at 10 of the approximate search", f"{metrics['search']['recall']:.3f}"])
     sections = [
         Section("In short", [table(["", ""], counts, sortable=False), *skipped_note(metrics)]),
         Section("Map", [the_map(found.map, index, pictures)]),
@@ -156,7 +159,7 @@ def ratios(limit: Mapping[str, Any]) -> Html:
 
 
 def outliers(metrics: Mapping[str, Any], names: Sequence[str], found: Exploration, pictures: Pictures) -> list[str]:
-    lines = [[names[row], folder_of(names[row]), float(found.likeness[row])] for row in found.oddest]
+    lines = [[names[row], folder_of(names[row]), float(found.likeness[row])] for row in found.oddest[:MAX_ROWS]]
     items = [pictures.item(item, f"{item['likeness']:.3f}") for item in metrics["outliers"][:SHOWN_OUTLIERS]]
     words = "The images least like their nearest neighbors, with the mean similarity to them; the oddest first."
     return [words, download("outliers.csv", ["image", "folder", "likeness"], lines), grid(items)]
@@ -166,7 +169,7 @@ def clusters(metrics: Mapping[str, Any], names: Sequence[str], found: Exploratio
     lines = [
         [name, folder_of(name), int(label) + 1, float(value)]
         for name, label, value in zip(names, found.clusters.label, found.clusters.similarity, strict=True)
-    ]
+    ][:MAX_ROWS]
     parts: list[str] = [
         "Groups found by k-means, each with the images nearest its center and the folders most of it comes from.",
         download("clusters.csv", ["image", "folder", "cluster", "similarity"], lines),

@@ -16,7 +16,7 @@ from anechoic.eval.metrics.registry import columns, report_metrics
 from anechoic.eval.projections import tsne
 from anechoic.eval.reconstruction import reconstructions, reconstructs, to_pixels
 from anechoic.eval.verdict import Verdict
-from anechoic.index.index import SCALING, Searchable, nearest_others
+from anechoic.index.index import SCALING, Searchable
 from anechoic.pages.charts import line_chart
 from anechoic.pages.explanation import images_of, names_of, sampled
 from anechoic.pages.html import (
@@ -287,8 +287,7 @@ def neighbor_parts(subject: Subject) -> list[str]:
     if k < 1:
         return []
     queries = sampled(len(vectors), QUERIES, seed=subject.spec.seed)
-    units = Searchable.of(vectors, SCALING).units
-    near = nearest_others(units, queries, k=k)
+    near = Searchable.of(vectors, SCALING).nearest_others(queries, k=k)
     parts: list[str] = [
         "The framed image of each row is the query; its nearest neighbors follow, by the mean token of the last layer."
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 import shutil
 import sys
@@ -128,6 +129,17 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def release(array: Any) -> None:
+    """Let the system take back the resident pages of a memory-mapped array; they are read again when used.
+
+    They would count as this process's memory until the system needs it. Other arrays stay as they are, and so do
+    copies on write, whose changes would be lost.
+    """
+    mapped = getattr(array, "_mmap", None)
+    if mapped is not None and array.mode != "c" and hasattr(mmap, "MADV_DONTNEED"):
+        mapped.madvise(mmap.MADV_DONTNEED)
 
 
 # ---- checking
