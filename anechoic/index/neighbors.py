@@ -28,12 +28,12 @@ from anechoic.storage.cache import open_entry
 from anechoic.storage.files import release, write_aside
 
 UNITS, CODES, FORMAT = "units.npy", "codes.faiss", 1
-# Training vectors of each list, and the queries whose recall at RECALL_AT is measured.
-TRAIN_PER_LIST, QUERIES, RECALL_AT = 64, 200, 10
+# Training vectors of each list, iterations of k-means, and the queries whose recall at RECALL_AT is measured.
+TRAIN_PER_LIST, ITERATIONS, QUERIES, RECALL_AT = 64, 10, 200, 10
 # Lists are added to a query, in powers of two, until this recall is reached or this share of them is read.
 ENOUGH, MOST_LISTS = 0.95, 0.25
 # Candidates ranked exactly per neighbor wanted, at least; queries ranked and rows compared at once.
-PER_NEIGHBOR, CANDIDATES, QUERIES_AT_ONCE, ROWS_AT_ONCE = 8, 100, 256, 65536
+PER_NEIGHBOR, CANDIDATES, QUERIES_AT_ONCE, ROWS_AT_ONCE = 5, 100, 256, 65536
 
 
 def load_faiss() -> Any:
@@ -175,6 +175,7 @@ def build_codes(faiss: Any, mapped: np.ndarray) -> Any:
     number = -(-mapped.shape[1] // each)
     lists = max(1, min(2 ** round(math.log2(2 * math.sqrt(n))), n // TRAIN_PER_LIST))
     codes = faiss.index_factory(number * each, f"IVF{lists},PQ{number}x4fs", faiss.METRIC_INNER_PRODUCT)
+    codes.cp.niter = codes.pq.cp.niter = ITERATIONS
     rows = np.unique(np.linspace(0, n - 1, TRAIN_PER_LIST * max(lists, 16)).astype(np.int64))
     codes.train(for_codes(torch.from_numpy(mapped[rows])))
     for start in range(0, n, CHUNK):

@@ -17,13 +17,14 @@ GEMM_SIDE = 2048
 @dataclass(frozen=True)
 class Options:
     """The options of every benchmark. images: a folder of JPEGs; small: a source of small images; "" takes embedded
-    ones; fused: train on the fused path."""
+    ones; fused: train on the fused path; vectors: number of them for index."""
 
     rounds: int = 5
     images: str = ""
     small: str = ""
     workers: int = 0
     fused: bool = True
+    vectors: int = 50_000
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         )
         gemm = f", {item['fraction_of_gemm']:.0%} of the GEMM peak" if item["fraction_of_gemm"] is not None else ""
         memory = f", {item['memory_mb']:,.0f} MB" if item["memory_mb"] is not None else ""
+        memory += f", recall {item['recall']:.3f}" if item.get("recall") is not None else ""
         if item["peer"] is None:
             lines.append(f"{item['work']}: {item['ours']:,.1f} s{memory}")
             continue

@@ -1,4 +1,4 @@
-"""Embedding by several ranks: parts whose union is the single file bit by bit, whoever was killed on the way."""
+"""Embedding by several ranks: parts whose union is the single file bit by bit, whichever rank was killed on the way."""
 
 from __future__ import annotations
 

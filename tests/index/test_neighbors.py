@@ -1,4 +1,4 @@
-"""The approximate index: exact similarities, a recall that is what it says, and a file that is read again."""
+"""The approximate index: exact similarities, a recall that is the one reported, and a file that is read again."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_query_whose_lists_are_too_short_is_searched_exactly():
     assert torch.isfinite(near.similarities).all()
 
 
-def test_index_is_read_again_and_made_anew_for_other_vectors_or_a_damaged_file(monkeypatch, caplog):
+def test_index_is_read_again_and_made_again_for_other_vectors_or_a_damaged_file(monkeypatch, caplog):
     built, real = [], neighbors.build_codes
     monkeypatch.setattr(neighbors, "build_codes", lambda *words: built.append(1) or real(*words))
     vectors = collection()
