@@ -93,6 +93,14 @@ def measure(where: str, rounds: int) -> None:
     rows = np.unique(np.linspace(0, len(vectors) - 1, min(len(vectors), GRAPH_ROWS)).astype(np.int64))
     start = time.perf_counter()
     searchable.nearest_others(rows, k=2 * K)
-    made: dict[str, Any] = {"graph": time.perf_counter() - start, "graph_rows": len(rows), "build": seconds[0], "open": seconds[1]}
-    made |= {"query": timing.seconds, "recall": recall, "lists": approximate.lists, "read": approximate.probes}
+    made = {
+        "graph": time.perf_counter() - start,
+        "graph_rows": len(rows),
+        "build": seconds[0],
+        "open": seconds[1],
+        "query": timing.seconds,
+        "recall": recall,
+        "lists": approximate.lists,
+        "read": approximate.probes,
+    }
     (folder / "found.json").write_text(json.dumps(made))
