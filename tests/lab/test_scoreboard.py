@@ -40,7 +40,7 @@ def test_claims_name_variants_and_measures_that_exist():
         catalog.choose(page, "pocket")
 
 
-def test_scoreboard_says_not_run_until_there_are_records(tmp_path):
+def test_scoreboard_has_not_run_until_there_are_records(tmp_path):
     rows = scoreboard(tmp_path)[2:-2]
     assert len(rows) == len(CLAIMS) + len(SHORT_ONLY)
     assert all("| not run |" in row or "| not tested |" in row for row in rows)
