@@ -400,7 +400,8 @@ def export_files(plain: VisionTransformer, preprocess: Preprocess) -> tuple[Tens
         "crop_mode": "center",
         "crop_pct": 1 / MARGIN,
         "num_classes": config.num_classes,
-        "first_conv": "patch_embed.proj",
+        # timm converts this layer from 3 channels, also where it has the right number, and fails beyond 3.
+        "first_conv": "patch_embed.proj" if config.in_channels <= 3 else None,
         "classifier": "head",
     }
     card = {
