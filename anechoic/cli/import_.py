@@ -23,6 +23,7 @@ def import_weights(
     norm_pix: bool | None = None,
     mask_ratio: float | None = None,
     num_classes: int | None = None,
+    channels: int | None = None,
 ) -> Outcome:
     """Convert a checkpoint of MAE, SiT (also the authors' decayed ones), U-ViT, or a ViT of timm or transformers.
 
@@ -38,9 +39,11 @@ def import_weights(
         norm_pix: whether a masked autoencoder predicts normalized patches (default true).
         mask_ratio: share of the patches it masks (default 0.75).
         num_classes: classes of a SiT or U-ViT, without the null label.
+        channels: make a network for RGB one for this many channels: each gets the mean of the color filters.
     """
     from anechoic.runtime.checkpoint import model_card, write_model
     from anechoic.weights.importing import Choices, import_checkpoint
+    from anechoic.weights.inflate import inflate
 
     started = time.perf_counter()
     out, checkpoint = Path(out), Path(checkpoint)
@@ -48,9 +51,11 @@ def import_weights(
         raise UserError(f"{out} exists already: choose another --out.")
     choices = Choices(alpha_min, num_heads, decoder_num_heads, norm_pix, mask_ratio, num_classes)
     imported = import_checkpoint(checkpoint, choices)
-    network = imported.network
+    network, preprocess = imported.network, imported.preprocess
+    if channels is not None:
+        network, preprocess = inflate(network, preprocess, channels)
     tensors = network.state_dict()
-    write_model(out, tensors, model_card(network, imported.preprocess))
+    write_model(out, tensors, model_card(network, preprocess))
     count = sum(parameter.numel() for parameter in network.parameters())
     metrics = {
         "kind": imported.kind,
@@ -70,6 +75,11 @@ def import_weights(
     if imported.assumed:
         guesses = ", ".join(f"{name} {value}" for name, value in imported.assumed.items())
         lines.insert(2, f"Assumed, because neither the file nor an option has it: {guesses}.")
+    if channels is not None:
+        lines.insert(
+            -1,
+            f"Inflated from 3 to {channels} channels: each gets the mean of the color filters times 3 / {channels}.",
+        )
     if imported.wrapper is not None:
         lines.insert(1, f"Taken from the entry {imported.wrapper!r} of the file.")
     return Outcome(

@@ -5,23 +5,40 @@ Gray values are float32 after the rescaling (Hounsfield units of a CT, for examp
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pydicom
+from pydicom.errors import InvalidDicomError
 from pydicom.pixels import apply_color_lut, apply_modality_lut, get_decoder, pixel_array
 
 from anechoic.data.pixels import Undecodable
 from anechoic.data.stored import Box, StoredImage, crop, file_or_memory, numbered
+from anechoic.storage.safe_io import reason
 
 PIXELS = ("PixelData", "FloatPixelData", "DoubleFloatPixelData")
 
 
 def open_image(file: str | Path | bytes) -> StoredImage:
-    data = pydicom.dcmread(file_or_memory(file))
+    try:
+        data = pydicom.dcmread(file_or_memory(file))
+    except InvalidDicomError as problem:
+        raise Undecodable("it is no DICOM file (its header is missing); save it again or remove it") from problem
     if not any(name in data for name in PIXELS) or "Rows" not in data or "Columns" not in data:
         raise Undecodable("it has no pixels (a report, plan or directory); remove it")
-    return DicomImage(data)
+    with damage_as_undecodable():
+        return DicomImage(data)
+
+
+@contextmanager
+def damage_as_undecodable() -> Iterator[None]:
+    """Turn what pydicom raises for damaged tags and pixels into one sentence."""
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, NotImplementedError) as problem:
+        raise Undecodable(f"its pixels cannot be decoded ({reason(problem)}); save it again or remove it") from problem
 
 
 class DicomImage(StoredImage):
@@ -47,6 +64,11 @@ class DicomImage(StoredImage):
         self.names = numbered(1 if self.gray else 3)
 
     def read(self, frame: int, box: Box) -> np.ndarray:
+        with damage_as_undecodable():
+            return crop(self._frame(frame), box).transpose(2, 0, 1)
+
+    def _frame(self, frame: int) -> np.ndarray:
+        """Return (H, W, C) of a frame."""
         values = pixel_array(self.data, index=frame)
         if self.gray:
             if self.photometric == "MONOCHROME1":  # 0 is white
@@ -55,4 +77,4 @@ class DicomImage(StoredImage):
             values = apply_modality_lut(values, self.data)[:, :, None]
         elif self.photometric == "PALETTE COLOR":
             values = apply_color_lut(values, self.data)[:, :, :3]
-        return crop(np.asarray(values, self.dtype), box).transpose(2, 0, 1)
+        return np.asarray(values, self.dtype)

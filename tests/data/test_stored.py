@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import zipfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from pydicom.uid import ExplicitVRLittleEndian, JPEGLSLossless, generate_uid
 
 from anechoic.config import EIGHT_BIT, PixelConfig
 from anechoic.data import Augment, BadImage, Loader, open_source
-from anechoic.data.stored import decode_stored
+from anechoic.data.pixels import Undecodable
+from anechoic.data.stored import Box, decode_stored, open_stored, read_region
 from anechoic.data.stored_files import deviation, steps
 from anechoic.errors import UserError
 
@@ -184,6 +186,29 @@ def test_dicom_applies_rescaling_inversion_and_splits_frames(tmp_path: Path) -> 
     assert np.array_equal(found["inverted.dcm"], 4095.0 - values[0])
     assert np.array_equal(found["movie.dcm#frame=2"], values[2])
     assert len(found) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # pydicom warns about what its test files are for
+def test_every_dicom_file_of_pydicom_is_read_or_refused_in_one_sentence() -> None:
+    found: Counter[str] = Counter()
+    for path in sorted(Path(pydicom.__file__).parent.rglob("*")):
+        if path.suffix != ".dcm" and not (path.is_file() and path.read_bytes()[128:132] == b"DICM"):
+            continue
+        try:
+            with open_stored(path, name="a.dcm") as image:
+                whole, how = Box(0, 0, image.height, image.width), PixelConfig(type=image.type)  # type: ignore[arg-type]
+                pixels = read_region(
+                    image, image.frames - 1, whole, pixels=how, channels=len(image.names), min_side=None
+                )
+                found[str(pixels.dtype)] += 1
+        except Undecodable as problem:
+            found["no pixels" if "has no pixels" in str(problem) else f"refused: {problem}"] += 1
+    assert not [reason for reason in found if "\n" in reason]
+    assert found["no pixels"] >= 50
+    assert found["torch.float32"] >= 50
+    assert found["torch.uint8"] >= 15
+    assert found["torch.uint16"] >= 3
 
 
 # ---- bad input: one sentence with the name and the remedy, and the rest is read

@@ -211,6 +211,9 @@ def test_marked_shell_blocks_run(workplace, monkeypatch, capsys):
     np.savez("bands.npz", images=np.zeros((64, 32, 32, 6), dtype=np.uint8))
     ran = 0
     for page in PAGES:
+        if page.stem in ("microscopy", "satellite", "medical"):  # their commands read files that their Python makes
+            for _, body, _ in blocks(page, "python"):
+                exec(compile(body, page.name, "exec"), {"__name__": "docs"})
         for mark, body, _ in blocks(page, "bash"):
             if mark == "run":
                 for words in shell_lines(body):
