@@ -175,7 +175,8 @@ def build_codes(faiss: Any, mapped: np.ndarray) -> Any:
     number = -(-mapped.shape[1] // each)
     lists = max(1, min(2 ** round(math.log2(2 * math.sqrt(n))), n // TRAIN_PER_LIST))
     codes = faiss.index_factory(number * each, f"IVF{lists},PQ{number}x4fs", faiss.METRIC_INNER_PRODUCT)
-    codes.cp.niter = codes.pq.cp.niter = ITERATIONS
+    for parameters in (codes.cp, codes.pq.cp):
+        parameters.niter, parameters.min_points_per_centroid = ITERATIONS, 1  # fewer points are no reason to warn
     rows = np.unique(np.linspace(0, n - 1, TRAIN_PER_LIST * max(lists, 16)).astype(np.int64))
     codes.train(for_codes(torch.from_numpy(mapped[rows])))
     for start in range(0, n, CHUNK):
