@@ -32,8 +32,8 @@ from anechoic.eval.features import Pooling, choose_layers
 from anechoic.eval.metrics.knn import Neighbors, nearest_units
 from anechoic.eval.tensors import as_tensor, warn_if_constant
 from anechoic.index.neighbors import Approximate, load_faiss, nearest_others, open_approximate
-from anechoic.storage.cache import OpenEntry, open_entry
-from anechoic.storage.files import write_aside
+from anechoic.storage.cache import CARD, OpenEntry, hash_file, open_entry
+from anechoic.storage.files import write_aside, write_json
 
 log = logging.getLogger("anechoic")
 
@@ -196,13 +196,18 @@ class Part(NamedTuple):
 
 
 def write(entry: OpenEntry, ids: np.ndarray, parts: Sequence[Part], keys: Sequence[bytes], **notes: Any) -> None:
-    """Write old and new rows in the source's order. On a full disk the index stays as it was."""
-    with write_aside(entry.path / KEYS) as new_keys:
+    """Write old and new rows in the source's order. On a full disk the index stays as it was.
+
+    All is written before the first file is replaced, and the card is replaced last.
+    """
+    vectors, table, card = (entry.path / name for name in (VECTORS, KEYS, CARD))
+    with write_aside(card) as new_card, write_aside(table) as new_keys, write_aside(vectors) as new_vectors:
         with open(new_keys, "wb") as file:
             np.save(file, np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16))
-        with write_aside(entry.path / VECTORS) as new_vectors:
-            merge(new_vectors, ids, parts)
-    entry.commit(entry.hashes([VECTORS, KEYS]), **notes)
+        merge(new_vectors, ids, parts)
+        files = {VECTORS: hash_file(new_vectors).hex(), KEYS: hash_file(new_keys).hex()}
+        write_json(new_card, entry.new_card(files, **notes))
+    entry.grew = True
 
 
 def merge(path: Path, ids: np.ndarray, parts: Sequence[Part]) -> None:

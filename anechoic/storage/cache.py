@@ -214,8 +214,11 @@ class OpenEntry:
         """Write the card: these complete files with their hashes, and notes of the maker."""
         for name in files:
             flush(self.path / name)
-        write_json(self.path / CARD, sealed({"about": self.about, "files": dict(files), **notes}))
+        write_json(self.path / CARD, self.new_card(files, **notes))
         self.grew = True
+
+    def new_card(self, files: Mapping[str, str], **notes: Any) -> dict[str, Any]:
+        return sealed({"about": self.about, "files": dict(files), **notes})
 
     def discard(self) -> None:
         """Delete all files of the entry; the lock stays."""

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -185,6 +186,28 @@ def test_index_that_cannot_grow_stays_as_it_was(run, photos, caplog, monkeypatch
         patch.setattr("anechoic.index.index.features_of", without_reserving)
         grown = index_of(run, photos)
     assert len(grown.ids) == 37
+    assert "cannot be cached (No space left on device)" in caplog.text
+    (photos / "a" / "000.png").unlink()
+    again = index_of(run, photos)
+    assert (again.added, again.removed, again.reason) == (0, 0, "")
+    np.testing.assert_array_equal(again.vectors, before)
+
+
+def test_index_whose_card_cannot_be_written_stays_as_it_was(run, photos, caplog, monkeypatch):
+    """The card is the last file written, when a full disk has no room left for it."""
+    before = np.array(index_of(run, photos).vectors)
+    picture(99).save(photos / "a" / "000.png")
+    write_text = Path.write_text
+
+    def full(path, *content, **options):
+        if path.name.endswith("entry.json"):
+            raise OSError(28, "No space left on device")
+        return write_text(path, *content, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("anechoic.index.index.features_of", without_reserving)
+        patch.setattr(Path, "write_text", full)
+        assert len(index_of(run, photos).ids) == 37
     assert "cannot be cached (No space left on device)" in caplog.text
     (photos / "a" / "000.png").unlink()
     again = index_of(run, photos)
