@@ -1,4 +1,8 @@
 # `make demo` shows the main use, `make quick` and `make test` check the code, `make docs` builds the site.
+# On Linux pip usually finds the CUDA build of torch, several gigabytes. TORCH=cpu or TORCH=cuda fails unless that build
+# arrives; TORCH=as-is takes any. TORCH_INDEX is the address that PyTorch's own selector (pytorch.org) prints.
+TORCH ?= as-is
+TORCH_INDEX ?=
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,13 +21,15 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/core: $(BIN)/python pyproject.toml constraints.txt
+	$(if $(TORCH_INDEX),$(PIP) torch --index-url $(TORCH_INDEX))
 	$(PIP) --editable .
+	@$(BIN)/python tools/torch_build.py $(TORCH)
 	touch $@
 
-$(VENV)/everything: $(BIN)/python pyproject.toml constraints.txt
+$(VENV)/everything: $(VENV)/core
 	$(PIP) --editable ".[dev]"
-	$(BIN)/python tools/torchvision_operators.py
-	touch $(VENV)/core $@
+	$(BIN)/python -m anechoic.adapters.torchvision_operators
+	touch $@
 
 lint: install
 	$(BIN)/ruff check .

@@ -3,7 +3,6 @@
 import importlib.util
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -18,15 +17,22 @@ def load(name, monkeypatch):
     return module
 
 
-@pytest.mark.parametrize("broken", [False, True])
-def test_torchvision_operators_are_declared_only_if_it_cannot_be_imported(broken, tmp_path, monkeypatch):
-    module = load("torchvision_operators", monkeypatch)
-    start = tmp_path / "torchvision_operators.pth"
-    start.write_text("from an earlier installation")
-    monkeypatch.setattr(module.sysconfig, "get_paths", lambda: {"purelib": str(tmp_path)})
-    monkeypatch.setattr(module.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=int(broken)))
-    module.install()
-    assert start.exists() == broken
+@pytest.mark.parametrize(
+    ("asked", "build", "code"),
+    [
+        ("as-is", "CUDA 13.0", 0),
+        ("cpu", "CPU", 0),
+        ("cuda", "CUDA 13.0", 0),
+        ("cpu", "CUDA 13.0", 1),
+        ("gpu", "CPU", 2),
+    ],
+)
+def test_torch_build_is_printed_and_verified(asked, build, code, monkeypatch):
+    module = load("torch_build", monkeypatch)
+    found, line = module.verdict(asked, "2.13.0", build)
+    assert found == code
+    assert line.startswith(f"torch 2.13.0: {build} build." if code < 2 else "TORCH=gpu is unknown")
+    assert ("TORCH_INDEX=ADDRESS" in line) == (code == 1)
 
 
 def test_words_finds_private_words_outside_quotations(tmp_path, monkeypatch):

@@ -1,7 +1,9 @@
 """Test the package on several versions of Python and torch: `make matrix`, or `python tools/matrix.py 3.12:2.13.0 ...`.
 
-Every row gets a virtual environment in .matrix, which a second run uses again, and runs the tests of `make quick`. The
-table is printed in Markdown; CONTRIBUTING.md has the last one. A version of Python that is not installed is reported.
+Every row gets two virtual environments in .matrix, which a second run uses again. In one the tests of `make quick` run.
+In the other a wheel is built and installed as by a user, and must answer `--version` and train. The table is printed in
+Markdown; CONTRIBUTING.md has the last one. A version of Python that is not installed is reported. `--wheel` tries the
+wheels only.
 """
 
 from __future__ import annotations
@@ -30,51 +32,103 @@ def interpreter(version: str) -> str | None:
     return None
 
 
-def install(python: str, folder: Path, torch: str) -> str:
-    """Create or update the environment; return what went wrong, or nothing."""
-    constraints = Path(f"{folder}.txt")
+def constraints_for(folder: Path, torch: str) -> Path:
+    """Write and return the pinned versions, with this torch."""
     pins = (ROOT / "constraints.txt").read_text().splitlines()
     if torch != PINNED:  # torch pins versions of its own, and the libraries around it follow it
-        pins = [pin for pin in pins if not re.match(r"torch|triton|nvidia|cuda|sympy", pin)]
-    constraints.write_text("\n".join([*pins, *([f"torch=={torch}"] if torch != PINNED else [])]) + "\n")
-    own = str(folder / "bin/python")
-    pip = [own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    commands = [
-        *([] if Path(own).exists() else [[python, "-m", "venv", str(folder)]]),
-        [*pip, "--constraint", str(constraints), "--editable", f"{ROOT}[dev]"],
-        [own, str(ROOT / "tools/torchvision_operators.py")],
-    ]
+        pins = [pin for pin in pins if not re.match(r"torch|triton|nvidia|cuda|sympy", pin)] + [f"torch=={torch}"]
+    file = Path(f"{folder}.txt")
+    file.write_text("\n".join(pins) + "\n")
+    return file
+
+
+def pip_of(folder: Path) -> list[str]:
+    return [str(folder / "bin/python"), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+
+
+def environment(python: str, folder: Path) -> list[list[str]]:
+    """Return the command that creates the environment, if there is none."""
+    return [] if (folder / "bin/python").exists() else [[python, "-m", "venv", str(folder)]]
+
+
+def first_problem(commands: list[list[str]], *, cwd: Path = ROOT) -> str:
+    """Run the commands; return the last line of the first one that fails, or nothing."""
     for command in commands:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
         if done.returncode:
-            return f"not installed: {(done.stderr or done.stdout).strip().splitlines()[-1][:160]}"
+            return ((done.stderr or done.stdout).strip().splitlines() or ["no message"])[-1][:160]
     return ""
 
 
-def outcome(version: str, torch: str) -> str:
-    python = interpreter(version)
-    if python is None:
-        return "Python not found"
-    folder = ROOT / ".matrix" / f"{version}-{torch}"
-    folder.parent.mkdir(exist_ok=True)
+def install(python: str, folder: Path, torch: str) -> str:
+    """Create or update the environment of the tests; return what went wrong, or nothing."""
+    constraint = ["--constraint", str(constraints_for(folder, torch))]
+    commands = [
+        *environment(python, folder),
+        [*pip_of(folder), "install", *constraint, "--editable", f"{ROOT}[dev]"],
+        [str(folder / "bin/python"), "-m", "anechoic.adapters.torchvision_operators"],
+    ]
+    problem = first_problem(commands)
+    return problem and f"not installed: {problem}"
+
+
+def try_wheel(python: str, folder: Path, torch: str) -> str:
+    """Build a wheel, install it, and use it outside of the clone; return what went wrong, or "works"."""
+    constraint = ["--constraint", str(constraints_for(folder, torch))]
+    wheels, command = folder.with_name(f"{folder.name}-dist"), str(folder / "bin/anechoic")
+    shutil.rmtree(wheels, ignore_errors=True)
+    problem = first_problem(
+        [*environment(python, folder), [*pip_of(folder), "wheel", str(ROOT), "--no-deps", "--wheel-dir", str(wheels)]]
+    )
+    if problem:
+        return f"not built: {problem}"
+    (wheel,) = wheels.glob("*.whl")
+    version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), flags=re.M)[1]  # type: ignore[index]
+    said = f"import subprocess; assert {version!r} in subprocess.check_output([{command!r}, '--version'], text=True)"
+    tiny = ["pretrain", "digits", "--out", str(wheels / "run"), "--epochs", "0.2"]
+    return (
+        first_problem(
+            [
+                [*pip_of(folder), "install", *constraint, str(wheel)],
+                [*pip_of(folder), "install", "--force-reinstall", "--no-deps", str(wheel)],
+                [str(folder / "bin/python"), "-c", said],
+                [command, *tiny],
+            ],
+            cwd=wheels,
+        )
+        or "works"
+    )
+
+
+def run_tests(python: str, folder: Path, torch: str) -> str:
+    """Return the last line of the tests, or what went wrong before."""
     problem = install(python, folder, torch)
     if problem:
         return problem
     command = [str(folder / "bin/python"), "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-m", "not slow"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=variables)
     Path(f"{folder}.log").write_text(done.stdout + done.stderr)
     return done.stdout.strip().splitlines()[-1].strip("= ")
 
 
-def main(rows: list[str]) -> int:
-    print("| Python | torch | `make quick` |\n|---|---|---|", flush=True)
+def main(arguments: list[str]) -> int:
+    wheels_only = "--wheel" in arguments
+    rows = [argument for argument in arguments if argument != "--wheel"]
+    print("| Python | torch | wheel | `make quick` |\n|---|---|---|---|", flush=True)
     failed = 0
     for row in rows or ROWS:
         version, _, torch = row.partition(":")
-        found = outcome(version, torch or PINNED)
-        failed += not re.match(r"\d+ passed", found)
-        print(f"| {version} | {torch or PINNED} | {found} |", flush=True)
+        python, torch = interpreter(version), torch or PINNED
+        folder = ROOT / ".matrix" / f"{version}-{torch}"
+        folder.parent.mkdir(exist_ok=True)
+        if python is None:
+            wheel = tests = "Python not found"
+        else:
+            wheel = try_wheel(python, folder.with_name(f"{folder.name}-wheel"), torch)
+            tests = "not run" if wheels_only else run_tests(python, folder, torch)
+        failed += wheel != "works" or not (wheels_only or re.match(r"\d+ passed", tests))
+        print(f"| {version} | {torch} | {wheel} | {tests} |", flush=True)
     return 1 if failed else 0
 
 

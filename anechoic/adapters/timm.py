@@ -42,6 +42,7 @@ from anechoic.adapters.tensors import (
     transformer_sizes,
     width_of,
 )
+from anechoic.adapters.torchvision_operators import import_library
 from anechoic.data.preprocess import MARGIN, Preprocess
 from anechoic.errors import UserError
 from anechoic.models import VIT_SIZES
@@ -281,11 +282,8 @@ class TimmStages(nn.Module):
 
 def open_encoder(name: str) -> ForeignEncoder:
     """Return the model NAME with its pretrained weights, or NAME:random with fresh ones."""
-    try:
-        import timm
-        from timm.models.vision_transformer import VisionTransformer as TimmViT
-    except ImportError as error:
-        raise UserError('timm models need an extra package: pip install "anechoic[families]".') from error
+    timm = import_library("timm")
+    TimmViT = timm.models.VisionTransformer
     name, _, weights = name.partition(":")
     if not timm.is_model(name):
         near = timm.list_models(f"*{name.split('_')[0]}*")[:3]
@@ -430,7 +428,5 @@ def eps_by_norm(plain: VisionTransformer) -> dict[str, float]:
 
 
 def open_export(folder: Path, classifies: bool) -> tuple[nn.Module, Run]:
-    import timm
-
-    network: Any = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    network: Any = import_library("timm").create_model(f"local-dir:{folder}", pretrained=True)
     return network, network.forward if classifies else network.forward_features

@@ -21,6 +21,7 @@ from anechoic.adapters import facebook, timm
 from anechoic.adapters.blocks import DecayedBlock, describe, keep_plain, pre_norm, replaces, stream_to
 from anechoic.adapters.registry import ForeignEncoder
 from anechoic.adapters.tensors import EPS_FILE, Layout, Run, Tensors, rename
+from anechoic.adapters.torchvision_operators import import_library
 from anechoic.config import IMAGENET_MEAN, IMAGENET_STD
 from anechoic.data.preprocess import MARGIN, Preprocess
 from anechoic.errors import UserError
@@ -180,10 +181,8 @@ def _interpolates(model: nn.Module) -> bool:
 
 def open_encoder(folder: str) -> ForeignEncoder:
     """Return the model of a folder written by save_pretrained, or of the hub."""
-    try:
-        from transformers import AutoConfig, AutoModel
-    except ImportError as error:
-        raise UserError('transformers models need an extra package: pip install "anechoic[families]".') from error
+    transformers = import_library("transformers")
+    AutoConfig, AutoModel = transformers.AutoConfig, transformers.AutoModel
     _refuse_code(folder)
     try:
         with _quiet():
@@ -455,14 +454,13 @@ def _image_processor(preprocess: Preprocess) -> dict[str, Any]:
 
 
 def open_export(folder: Path, classifies: bool) -> tuple[nn.Module, Run]:
-    from transformers import AutoModel, AutoModelForImageClassification
-    from transformers.utils import logging
-
+    transformers = import_library("transformers")
+    logging = transformers.utils.logging
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        kind: Any = AutoModelForImageClassification if classifies else AutoModel
-        network: Any = kind.from_pretrained(folder)
+        kind = transformers.AutoModelForImageClassification if classifies else transformers.AutoModel
+        network = kind.from_pretrained(folder)
     finally:
         if bars:
             logging.enable_progress_bar()

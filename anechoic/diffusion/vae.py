@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anechoic.adapters.torchvision_operators import import_library
 from anechoic.data.latents import CARD, LABELS, MOMENTS, LatentCard, LatentSpace, crop_square, is_latents, read_card
 from anechoic.data.preprocess import Preprocess
 from anechoic.data.source import BadImage, Source
@@ -27,10 +28,7 @@ from anechoic.storage.safe_io import read_table, refuse_giants, refuse_odd_files
 
 def load_vae(name: str, *, device: torch.device | str = "cpu") -> Any:
     """Return a frozen `AutoencoderKL` from a local folder, else from the hub."""
-    try:
-        from diffusers import AutoencoderKL
-    except (ImportError, RuntimeError) as error:
-        raise UserError(f'Latents need diffusers ({first_line(error)}): pip install "anechoic[diffusion]".') from error
+    AutoencoderKL = import_library("diffusers", extra="diffusion").AutoencoderKL
     local = Path(name).exists()
     if local:
         refuse_other_folder(Path(name))

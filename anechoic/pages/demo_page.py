@@ -1,11 +1,13 @@
 """The page of the demo: pick an object, and see block by block whether an encoder finds it in another style.
 
-Below that the table, every layer, maps, reconstructions and the training. Its own script and style are assets/demo.*.
+Below that the table, every layer, the training of a fresh pair, maps and reconstructions. While that pair is trained,
+`live.js` beside the page holds its curve. Its own script and style are assets/demo.*.
 """
 
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from anechoic.eval.projections import tsne
 from anechoic.eval.reconstruction import reconstructions
 from anechoic.pages import figures
 from anechoic.pages.charts import line_chart
-from anechoic.pages.demo import ARMS, HEADER, Demo, points, verdict
+from anechoic.pages.demo import ARMS, HEADER, LAYERS, Curve, Demo, points
 from anechoic.pages.explanation import images_of, sampled
 from anechoic.pages.html import (
     ASSETS,
@@ -35,49 +37,123 @@ from anechoic.pages.html import (
     page,
     point_map,
     table,
+    write_page,
 )
 from anechoic.pages.thumbnails import sheet
 from anechoic.runtime.run import read_metrics
 
 MAPPED_OBJECTS, NEIGHBORS = 200, 6
+# What a point of the curve has -> how it is called.
+POINT = {"whitened": LAYERS["retrieval_whitened_mean"], "mean": LAYERS["retrieval_mean"]}
 OPENING = (
     "The drawing is compared with all drawings of the other style, by the mean token after every block. The page opens "
     "with an object that both networks find after their last block and neither after its first; most are not found."
 )
 
 
-def demo_page(demo: Demo, out: Path, result: Mapping[str, Any]) -> str:
-    """result: the outcome as JSON, embedded in the page."""
-    subject = demo.subjects["decayed"]
-    samples, seed = result["config"]["samples"], result["seed"]
-    objects, styles = (len(np.unique(facet(subject, name))) for name in ("object", "style"))
-    lead = (
-        f"{objects:,} objects, each drawn in {styles} styles. The style changes the pixels, the object stays. Two "
-        f"masked autoencoders were trained on {samples:,} drawings each, without labels: one with residual connections "
-        f"(alpha_min {ARMS['residual']:g}), one whose identity shortcuts decay with depth (alpha_min "
-        f"{ARMS['decayed']:g}), all else equal. Which one represents the object, and which the style?"
-    )
-    sections = [
-        Section("Pick an object", [OPENING, picker(demo)]),
-        Section("Results", worth(demo, objects)),
-        Section("Block by block", [charts(demo)]),
-        Section("Maps", maps(demo, seed=seed)),
-        Section("Reconstructions", [drawn_reconstructions(demo, out / "figures", seed=seed)]),
-        Section("Training", [training_curves(out)]),
-    ]
-    footer = (
-        machine_line(result["machine"], result["commit"], seed) + " Drawings: Noto Emoji, Fluent UI Emoji, Twemoji and "
-        "EmojiOne 2, under the licenses in anechoic/data/emoji_sheets/ATTRIBUTION.md."
-    )
-    return page(
-        "One object, five styles" if styles == 5 else f"One object, {styles} styles",
-        sections,
-        lead=lead,
-        footer=footer,
-        data=result,
-        style=(ASSETS / "demo.css").read_text(encoding="utf-8"),
-        script=(ASSETS / "demo.js").read_text(encoding="utf-8"),
-    )
+class DemoPage:
+    """The page of one demo; it is written several times while a fresh pair is trained."""
+
+    def __init__(self, demo: Demo, out: Path) -> None:
+        self.demo, self.out = demo, out
+        subject = demo.subjects["decayed"]
+        self.objects, self.styles = (len(np.unique(facet(subject, name))) for name in ("object", "style"))
+        self.picker = picker(demo)
+        self.pictures: list[Section] = []
+
+    def draw(self, *, seed: int) -> None:
+        """Draw maps and reconstructions, which take longer than the rest of the page."""
+        self.pictures = [
+            Section("Maps", maps(self.demo, seed=seed)),
+            Section("Reconstructions", [drawn_reconstructions(self.demo, self.out / "figures", seed=seed)]),
+        ]
+
+    def write(self, result: Mapping[str, Any], curve: Curve) -> None:
+        """result: the outcome as JSON, embedded in the page; its training has ended if it has `training_seconds`."""
+        done = "training_seconds" in result["metrics"]
+        live = Html(f'<div id="live"{" data-done=1" if done else ""}>{self.training(result, curve)}</div>')
+        lead = (
+            f"{self.objects:,} objects, each drawn in {self.styles} styles. The style changes the pixels, the object "
+            f"stays. Two masked autoencoders were trained on {self.demo.samples:,} drawings each, without labels: one "
+            f"with residual connections (alpha_min {ARMS['residual']:g}), one whose identity shortcuts decay with "
+            f"depth (alpha_min {ARMS['decayed']:g}), all else equal. Which one represents the object, and which the "
+            "style?"
+        )
+        footer = (
+            machine_line(result["machine"], result["commit"], result["seed"]) + " Drawings: Noto Emoji, Fluent UI "
+            "Emoji, Twemoji and EmojiOne 2, under the licenses in anechoic/data/emoji_sheets/ATTRIBUTION.md."
+        )
+        html = page(
+            "One object, five styles" if self.styles == 5 else f"One object, {self.styles} styles",
+            [
+                Section("Pick an object", [OPENING, self.picker]),
+                Section("Results", worth(result["metrics"], self.objects)),
+                Section("Block by block", [charts(self.demo)]),
+                Section("Training", [live]),
+                *self.pictures,
+            ],
+            lead=lead,
+            footer=footer,
+            data=result,
+            style=(ASSETS / "demo.css").read_text(encoding="utf-8"),
+            script=(ASSETS / "demo.js").read_text(encoding="utf-8"),
+            beside=not done,
+        )
+        write_page(self.out / "index.html", html)
+
+    def update(self, result: Mapping[str, Any], curve: Curve) -> None:
+        """Write live.js, which a page that is already open loads."""
+        done = json.dumps("training_seconds" in result["metrics"])
+        write_page(self.out / "live.js", f"showLive({json.dumps(self.training(result, curve))}, {done});\n")
+
+    def training(self, result: Mapping[str, Any], curve: Curve) -> str:
+        """Return what the pair that is trained here has reached, with the pair above if that is another one."""
+        metrics, samples = result["metrics"], result["config"]["samples"]
+        fresh = metrics.get("fresh")
+        parts: list[str] = []
+        if fresh is not None:
+            minutes = f" Each was trained for {metrics['training_seconds'] / 60:.1f} minutes on this machine."
+            rows = [[row[key] for key in HEADER] for row in fresh["rows"]]
+            parts += [note(fresh["verdict"] + minutes), table(list(HEADER.values()), rows)]
+        elif "training_seconds" not in metrics:
+            seen = min((max(points, default=0) for points in curve.values()), default=0)
+            parts.append(
+                note(f"A fresh pair is being trained: {seen:,} of {samples:,} drawings each. Its curve grows here.")
+            )
+        if any(curve.values()):
+            parts.append(self.curves(curve, samples))
+        return "\n".join([*parts, training_curves(self.out)])
+
+    def curves(self, curve: Curve, samples: int) -> Html:
+        lines: dict[str, dict[str, list[Any]]] = {
+            name: {"seen": list(points), **columns(points)} for name, points in curve.items()
+        }
+        caption = "What the checkpoints of the pair trained here retrieve, by their last block."
+        if self.demo.samples != samples:
+            above = {
+                row["encoder"]: {"seen": [self.demo.samples]} | {key: [row[key]] for key in POINT}
+                for row in self.demo.rows
+            }
+            lines |= {f"{name}, pair above": above[name] for name in ARMS}
+            caption += (
+                f" The dots on the right are the pair above: the same networks, data and optimizer, "
+                f"{self.demo.samples / samples:.0f} times as many drawings, and a learning rate for that length."
+            )
+        drawn = [
+            line_chart(
+                {name: (line["seen"], line[key]) for name, line in lines.items()},
+                title=title,
+                xlabel="drawings seen",
+                from_zero=True,
+                log_x=True,
+            )
+            for key, title in POINT.items()
+        ]
+        return figure(caption, drawn)
+
+
+def columns(points: Mapping[int, Mapping[str, float]]) -> dict[str, list[float]]:
+    return {key: [point[key] for point in points.values()] for key in POINT}
 
 
 # ---- the picker
@@ -118,15 +194,15 @@ def packed(arrays: list[np.ndarray]) -> str:
 # ---- numbers
 
 
-def worth(demo: Demo, objects: int) -> list[str]:
+def worth(metrics: Mapping[str, Any], objects: int) -> list[str]:
     caption = (
         f"Frozen, last block. How often the nearest of {objects:,} drawings in another style is the same object, in "
         "percent, mean over pairs of styles, by the mean token (raw and whitened), the class token, and all patch "
         "tokens as one vector; how often the nearest drawings of other objects in other styles are of the same kind; "
         "effective rank and echo of the mean token."
     )
-    rows = [[found[key] for key in HEADER] for found in demo.rows]
-    return [note(verdict(demo)), table(list(HEADER.values()), rows), caption]
+    rows = [[found[key] for key in HEADER] for found in metrics["rows"]]
+    return [note(metrics["verdict"]), table(list(HEADER.values()), rows), caption]
 
 
 def charts(demo: Demo) -> Html:

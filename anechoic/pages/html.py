@@ -57,13 +57,16 @@ def page(
     style: str = "",
     script: str = "",
     live: bool = False,
+    beside: bool = False,
 ) -> str:
     """data: embedded as JSON (`#data`). style, script: of this page alone. live: may talk to the server it came from.
+    beside: may load scripts from its own folder, while that is written to.
 
     The content policy forbids every other connection, so a page cannot fetch anything even by mistake.
     """
     own = "'self' " if live else ""
-    policy = f"default-src 'none'; img-src {own}data: blob:; style-src 'unsafe-inline'; script-src 'unsafe-inline'" + (
+    scripts = "'unsafe-inline'" + (" 'self' file:" if beside else "")
+    policy = f"default-src 'none'; img-src {own}data: blob:; style-src 'unsafe-inline'; script-src {scripts}" + (
         f"; connect-src {own.strip()}" if live else ""
     )
     contents = [f'<li><a href="#{s.anchor}">{escape(s.heading)}</a></li>' for s in sections]

@@ -43,6 +43,8 @@ log = logging.getLogger("anechoic")
 
 # In a model directory's config.json: the SHA-256 of model.safetensors.
 WEIGHTS_CHECKSUM = "weights_sha256"
+# Trained networks that come with the package: a model directory with a record.json under each name.
+PRETRAINED = Path(__file__).parents[1] / "pretrained"
 
 
 class DamagedError(Exception):
@@ -281,9 +283,16 @@ def _has_ema(path: Path) -> bool:
     return (path / "ema.safetensors").exists()
 
 
+def run_path(run: str | Path) -> Path:
+    """Return the directory of a run: a path, or the name of a network that comes with the package."""
+    path = Path(run)
+    shipped = PRETRAINED / path
+    return shipped if not path.exists() and len(path.parts) == 1 and shipped.is_dir() else path
+
+
 def model_directory(path: str | Path) -> Path:
     """Return where the weights are: the path itself, a finished run's `model`, or the newest good checkpoint."""
-    path = Path(path)
+    path = run_path(path)
     if not path.is_dir():
         raise UserError(f"There is no run or model directory {path}{hint(path)}")
     if (path / "model.safetensors").exists() or has_shards(path):
@@ -303,7 +312,7 @@ def model_directory(path: str | Path) -> Path:
 
 def is_model(path: str | Path) -> bool:
     """Return whether the names of its files are those of a run, model or checkpoint."""
-    path = Path(path)
+    path = run_path(path)
     return any((path / name).exists() for name in ("model.safetensors", "ema.safetensors", "model", "checkpoints"))
 
 

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from anechoic.adapters.torchvision_operators import COMMAND, mismatch
 from anechoic.choices import CheckState
 from anechoic.errors import UserError
 from anechoic.outcome import package_version
@@ -62,6 +63,19 @@ def versions() -> Iterator[Finding]:
         f"anechoic {package_version('anechoic')}, Python {python}, torch {torch_version}",
         'install a newer torch: pip install "torch>=2.9"' if old else "",
     )
+    import torch
+
+    gpu = [f"{name} {number}" for name in ("cuda", "hip") if (number := getattr(torch.version, name, None))]
+    yield Finding("torch build", "ok", " ".join(gpu) or "CPU only, or Apple's GPU")
+    reason = mismatch()
+    if reason:
+        yield Finding(
+            "torchvision",
+            "note",
+            f"torchvision {package_version('torchvision')} was not built for torch {torch.__version__} ({reason}): "
+            "`import timm` fails, the commands here work",
+            f"install torch and torchvision together, by one command of pytorch.org's selector; or {COMMAND}",
+        )
     absent = [name for name in EXTRAS if find_spec(name) is None]
     if absent:
         extras = ",".join(EXTRAS[name] for name in absent)

@@ -1,22 +1,27 @@
-"""The demo at a budget of seconds, on two styles and a fifth of the objects: table, page, and an arm that cannot be
-trained."""
+"""The demo at a budget of seconds, on two styles and a fifth of the objects: table, page, a pair that comes with the
+package, and an arm that cannot be trained."""
 
 import base64
+import importlib.util
 import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from browser import contrast, fits, showing
 
 from anechoic.cli.main import main
 from anechoic.errors import UserError
 from anechoic.eval.metrics.retrieval import retrieval_matrix, retrieval_ranks
 from anechoic.pages import demo, demo_page
-from anechoic.pages.demo import LAYERS, Demo, verdict
+from anechoic.pages.demo import LAYERS, NOISE, verdict
 from anechoic.recipes.demo import demo_mae
+from anechoic.runtime import checkpoint
+from anechoic.sweeps.trial import EvalPlan, Trial, run_trial
 
 SOURCE = "emoji:test:style=noto+twemoji"
 
@@ -126,22 +131,108 @@ def test_the_same_command_trains_nothing_again(shown, patched):
 @pytest.mark.slow
 def test_another_budget_in_the_same_folder_is_refused(shown, capsys, patched):
     assert main(["demo", "--out", str(shown), "--samples", "512"]) == 2
-    assert "other settings (optim.samples: 256 in the run, 512 asked for)" in capsys.readouterr().err
+    assert "other settings (optim.samples: 256 in the run, 512 asked for" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("decayed", "word"), [(8.0, "ahead of"), (4.0, "behind"), (6.0, "level with")])
-def test_the_verdict_follows_the_numbers(decayed, word):
-    values = {"tokens": 20.0}
-    rows = [
+def rows_of(decayed, *, residual=12.0, untrained=3.0):
+    values = {"tokens": 20.0, "mean": 9.0}
+    return [
         {"encoder": "raw pixels", "mean": 20.0},
-        {"encoder": "untrained", "mean": 3.0},
-        {"encoder": "residual", "mean": 6.0, **values},
-        {"encoder": "decayed", "mean": decayed, **values},
+        {"encoder": "untrained", "whitened": untrained},
+        {"encoder": "residual", "whitened": residual, **values},
+        {"encoder": "decayed", "whitened": decayed, **values},
     ]
-    layers = {LAYERS["retrieval_mean"]: {"residual": [1.0, 7.0, 6.0], "decayed": [1.0, 2.0, decayed]}}
-    said = verdict(Demo(rows, layers, {}, {}, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("decayed", "untrained", "word"),
+    [
+        (12.1 + NOISE, 3.0, "ahead of the residual one by 1.4 points"),
+        (11.9 - NOISE, 3.0, "behind the residual one by 1.4 points"),
+        (11.9 + NOISE, 3.0, "are level"),
+        (12.1 - NOISE, 3.0, "are level"),
+        (20.0, 20.0, "neither encoder is better than the untrained network"),
+    ],
+)
+def test_verdict_names_a_lead_only_beyond_noise_and_the_untrained_network(decayed, untrained, word):
+    layers = {LAYERS["retrieval_whitened_mean"]: {"residual": [1.0, 13.0, 12.0], "decayed": [1.0, 2.0, decayed]}}
+    said = verdict(rows_of(decayed, untrained=untrained), samples=64_000, layers=layers)
     assert word in said
-    assert "residual one after block 1 (7.0 %)" in said
+    assert ("ahead" in said) == word.startswith("ahead")
+    assert "block 1 of the residual one (13.0 %)" in said
+
+
+# ---- a pair that comes with the package
+
+
+@pytest.fixture(scope="module")
+def with_pair(tmp_path_factory, patched):
+    """A demo whose package has a pair of twice the length, made by the tool that ships one."""
+    folder = tmp_path_factory.mktemp("shipped")
+    spec = importlib.util.spec_from_file_location("ship_pair", Path(__file__).parents[2] / "tools" / "ship_pair.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    arguments = []
+    for name, alpha_min in demo.ARMS.items():
+        trial = Trial(name, name, demo.arm(alpha_min, samples=512, seed=3), PLAN)
+        record = run_trial(trial, folder / name, root=folder)
+        (folder / f"{name}.json").write_text(json.dumps(record))
+        arguments += [str(folder / name), str(folder / f"{name}.json")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "PRETRAINED", folder / "pretrained")
+        tool.main(arguments)
+        assert main(["demo", "--out", str(folder / "out"), "--samples", "256"]) == 0
+        yield folder / "out"
+
+
+PLAN = EvalPlan("emoji:train", "emoji:test", probe=False, retrieval=SOURCE, max_train=100, max_test=100)
+
+
+@pytest.mark.slow
+def test_shipped_pair_has_the_numbers_of_its_record(with_pair):
+    metrics = result_of(with_pair)["metrics"]
+    assert metrics["record_difference"] <= demo.TOLERANCE
+    assert metrics["samples"] == 512
+    assert [row["encoder"] for row in metrics["fresh"]["rows"]] == ["residual", "decayed"]
+    assert metrics["curve"]["decayed"].keys() == metrics["curve"]["residual"].keys()
+    seen, last = max((int(seen), point) for seen, point in metrics["curve"]["decayed"].items())
+    assert seen == 256
+    assert last["whitened"] == pytest.approx(metrics["fresh"]["rows"][1]["whitened"], abs=demo.TOLERANCE)
+
+
+@pytest.mark.slow
+def test_changed_shipped_weights_are_reported(with_pair, monkeypatch, caplog):
+    shipped = demo.pretrained_pair()
+    pair = demo.evaluate_pair(shipped, samples=512, seed=0)
+    assert demo.check_record(pair, shipped) <= demo.TOLERANCE
+    assert not caplog.messages
+    swapped = dict(zip(shipped, reversed(shipped.values()), strict=True))
+    monkeypatch.setattr(demo, "TOLERANCE", 1e-6)
+    assert demo.check_record(pair, swapped) > 0
+    assert "differ from its record" in caplog.text
+
+
+@pytest.mark.slow
+def test_shipped_networks_are_loaded_by_name(with_pair):
+    model = checkpoint.load("emoji-decayed")
+    assert model.config.alpha_min == 0.6
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert checkpoint.is_model("emoji-residual")
+    assert not checkpoint.is_model("emoji-other")
+
+
+@pytest.mark.slow
+def test_open_page_draws_the_curve_that_is_written_beside_it(browser, with_pair, tmp_path):
+    text = (with_pair / "index.html").read_text()
+    assert "file:" not in text.partition("<style>")[0]  # a finished page loads nothing
+    policy = "script-src 'unsafe-inline'"
+    page_file = tmp_path / "index.html"
+    page_file.write_text(text.replace(policy, f"{policy} 'self' file:").replace(" data-done=1", ""))
+    page = browser.new_page()
+    page.goto(page_file.as_uri())
+    (tmp_path / "live.js").write_text('showLive("<p>half of it</p>", false);')
+    page.get_by_text("half of it").wait_for(timeout=60_000)
+    page.close()
 
 
 def test_places_agree_with_the_shares_of_retrieval():

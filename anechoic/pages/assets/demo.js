@@ -151,3 +151,19 @@
   redraw();
   objects.scrollTop = buttons[object].offsetTop - objects.offsetTop - 60;
 })();
+
+// While a fresh pair is trained, live.js beside the page holds its latest curve.
+(() => {
+  const root = document.getElementById("live");
+  if (!root || root.dataset.done) return;
+  const timer = setInterval(() => {
+    const script = document.createElement("script");
+    script.src = `live.js?${Date.now()}`;
+    script.onload = script.onerror = () => script.remove();
+    document.head.append(script);
+  }, 2000);
+  window.showLive = (html, done) => {
+    root.innerHTML = html;
+    if (done) clearInterval(timer);
+  };
+})();
