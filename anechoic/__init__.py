@@ -3,7 +3,7 @@
 import anechoic
 model = anechoic.decay(model, alpha_min=0.6)       # decay the shortcuts of your own network
 anechoic.pretrain("photos", out="runs/photos")     # every command is a function of the same name
-vectors = anechoic.load("runs/photos").embed("photos")
+vectors = anechoic.embed("runs/photos", "photos")   # with .names and .skipped
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from anechoic.cli.tools.shard import shard as shard
     from anechoic.cli.tools.slurm import slurm as slurm
     from anechoic.cli.train import train as train
+    from anechoic.data import register_source as register_source
     from anechoic.errors import UserError as UserError
     from anechoic.eval.embedding import load as load
     from anechoic.eval.metrics.rank import effective_rank as effective_rank
@@ -80,6 +81,7 @@ else:
         "cli.tools.shard": ["shard"],
         "cli.tools.slurm": ["slurm"],
         "cli.train": ["train"],
+        "data": ["register_source"],
         "errors": ["UserError"],
         "eval.embedding": ["load"],
         "eval.metrics.rank": ["effective_rank"],

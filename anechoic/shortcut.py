@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from anechoic.choices import AlphaMin
 from anechoic.errors import UserError
 
-Schedule = Callable[..., list[float]]
+Schedule = Callable[[int, float], Sequence[float]]
+# What may be given as a schedule: its name, a function (n, alpha_min) -> n alphas, or the alphas themselves.
+AnySchedule = str | Schedule | Sequence[float]
 
 # The product of all alphas of the paper's best ViT-B (alpha_min 0.6, 24 branches); "auto" aims at it for any depth.
 EFFECTIVE_DECAY = 3.6e-3
@@ -192,16 +194,27 @@ FORMS: dict[str, str] = {
 }
 
 
-def schedule_alphas(n: int, alpha_min: AlphaMin, schedule: str | Sequence[float]) -> list[float]:
-    """Return n alphas by the schedule's name, or the given ones, checked."""
-    if not isinstance(schedule, str):
-        alphas = [check_alpha(alpha) for alpha in schedule]
-        if len(alphas) != n:
-            raise UserError(
-                f"The schedule lists {len(alphas)} alphas, but the network has {n} residual branches: give one each."
-            )
-        return alphas
-    return schedule_by_name(schedule)(n, alpha_min)
+def schedule_alphas(n: int, alpha_min: AlphaMin, schedule: AnySchedule) -> list[float]:
+    """Return n alphas, checked: by the schedule's name, by a function of n and alpha_min, or the given ones."""
+    if isinstance(schedule, str):
+        schedule = schedule_by_name(schedule)
+    if callable(schedule):
+        schedule = _called(schedule, n, resolve_alpha_min(alpha_min, n, schedule=schedule))
+    alphas = [check_alpha(alpha) for alpha in schedule]
+    if len(alphas) != n:
+        raise UserError(
+            f"The schedule lists {len(alphas)} alphas, but the network has {n} residual branches: give one each."
+        )
+    return alphas
+
+
+def _called(schedule: Schedule, n: int, alpha_min: float) -> list[float]:
+    try:
+        return [float(alpha) for alpha in schedule(n, alpha_min)]
+    except (TypeError, ValueError) as problem:
+        raise UserError(
+            f"A schedule is a function (n, alpha_min) that returns n numbers, and this one does not ({problem})."
+        ) from problem
 
 
 def schedule_by_name(name: str) -> Schedule:
@@ -215,7 +228,7 @@ def shortcut_factors(
     kinds: Sequence[str],
     *,
     alpha_min: AlphaMin = 0.6,
-    schedule: str | Sequence[float] = "linear",
+    schedule: AnySchedule = "linear",
     form: str = "identity",
 ) -> list[tuple[float, float]]:
     """Return (alpha, beta) per residual branch, in execution order; kinds: "attention", "mlp", ... of each."""

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from anechoic import Shortcut, alpha_min_for, constant, cosine, effective_decay, linear
 from anechoic.errors import UserError
-from anechoic.shortcut import FORMS, RETIRED_SCHEDULES, SQRT_HALF, schedule_alphas, shortcut_factors
+from anechoic.shortcut import EFFECTIVE_DECAY, FORMS, RETIRED_SCHEDULES, SQRT_HALF, schedule_alphas, shortcut_factors
 
 # The 24 alphas of a ViT-B at alpha_min 0.6, by block: attention, MLP, product so far.
 TABLE = """
@@ -200,3 +200,48 @@ def test_contradictory_forms_are_refused(options, message):
     kinds = options.pop("kinds", ["attention", "mlp"] * 2)
     with pytest.raises(ValueError, match=message):
         shortcut_factors(kinds, **options)
+
+
+# ---- schedules that are functions
+
+
+def squared(n, alpha_min):
+    return [1 - (1 - alpha_min) * (k / (n - 1)) ** 2 for k in range(n)]
+
+
+def test_function_as_schedule_gives_the_alphas_of_every_network():
+    import anechoic
+
+    options = {"image_size": 8, "dim": 16, "depth": 2, "num_heads": 2}
+    model = anechoic.build_model("vit_tiny_patch4", **options, alpha_min=0.5, schedule=squared)
+    alphas = [shortcut.factors[0] for shortcut in anechoic.shortcuts(model)]
+    assert alphas == squared(4, 0.5)
+    plain = anechoic.build_model("vit_tiny_patch4", **options)
+    decayed = anechoic.decay(plain, 0.5, schedule=squared)
+    assert [shortcut.factors[0] for shortcut in anechoic.shortcuts(decayed)] == alphas
+    by_function, by_list = (
+        [group["lr"] for group in anechoic.param_groups(plain, 0.5, lr=1e-3, schedule=schedule)]
+        for schedule in (squared, alphas)
+    )
+    assert by_function == by_list
+    listed = model.config.schedule
+    assert isinstance(listed, tuple)
+    assert list(listed) == alphas  # a saved config names no function
+
+
+def test_function_as_schedule_solves_auto_for_itself():
+    alphas = schedule_alphas(24, "auto", squared)
+    assert math.prod(alphas) == pytest.approx(EFFECTIVE_DECAY, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        (lambda n: [1.0] * n, "is a function \\(n, alpha_min\\)"),
+        (lambda n, alpha_min: 0.5, "returns n numbers"),
+        (lambda n, alpha_min: [1.0], "lists 1 alphas"),
+    ],
+)
+def test_function_that_is_no_schedule_is_refused(schedule, words):
+    with pytest.raises(UserError, match=words):
+        schedule_alphas(4, 0.6, schedule)

@@ -19,6 +19,11 @@ model = anechoic.build_model("vit_tiny_patch4", image_size=32, alpha_min=0.6)
 alphas: list[float] = anechoic.linear(24, 0.6)
 plain: torch.nn.Module = anechoic.fold(anechoic.decay(model, alpha_min="auto"))
 rank: float = anechoic.effective_rank(torch.randn(8, 4)).rank
+vectors = anechoic.embed("runs/mine", [torch.rand(3, 32, 32)], layer=-1)
+names: tuple[str, ...] = vectors.names
+skipped: tuple[tuple[str, str], ...] = vectors.skipped
+curved = anechoic.decay(model, schedule=lambda n, alpha_min: [1 - (1 - alpha_min) * (k / n) ** 2 for k in range(n)])
+groups = anechoic.param_groups(plain, 0.6, lr=1e-3, schedule=anechoic.cosine)
 outcome: anechoic.Outcome = anechoic.embed("runs/mine", Path("photos"), out="vectors.npz", pooling="mean")
 found = anechoic.evaluate(Path("runs/mine"), "photos", metrics=["knn", "rank"], k=[5, 20], layers="all")
 print(alphas, outcome.metrics, found.text, anechoic.load("runs/mine").embed("photos").shape)
@@ -31,6 +36,8 @@ anechoic.linear("24", 0.6)
 anechoic.embed("runs/mine", "photos", out="v.npz", pooling="median")
 anechoic.embed("runs/mine", "photos", output="v.npz")
 anechoic.pretrain("photos", out="runs/a", epochs="many")
+anechoic.decay(anechoic.build_model("vit_tiny_patch4"), schedule=lambda n: [1.0] * n)
+anechoic.register_source(3, list)
 """
 
 
@@ -55,7 +62,7 @@ def test_mypy_strict_accepts_right_calls_and_refuses_wrong_ones(scripts):
     )
     errors = [line for line in done.stdout.splitlines() if ": error:" in line]
     assert "right.py" not in done.stdout, done.stdout
-    assert {int(line.split(":")[1]) for line in errors} == set(range(2, 8)), done.stdout + done.stderr
+    assert {int(line.split(":")[1]) for line in errors} == set(range(2, 10)), done.stdout + done.stderr
 
 
 @pytest.mark.slow
@@ -70,7 +77,7 @@ def test_pyright_accepts_right_calls_and_refuses_wrong_ones(scripts):
     found = json.loads(done.stdout)["generalDiagnostics"]
     errors = [(Path(item["file"]).name, item["range"]["start"]["line"] + 1) for item in found]
     assert {line for name, line in errors if name == "right.py"} == set(), found
-    assert {line for name, line in errors if name == "wrong.py"} == set(range(2, 8))
+    assert {line for name, line in errors if name == "wrong.py"} == set(range(2, 10))
 
 
 @pytest.mark.slow
@@ -79,6 +86,6 @@ def test_help_shows_the_real_signature():
     text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "decay(model: " in text
     assert "*args" not in text
-    assert "embed(run: 'Run', data: 'Data', /, *, out: 'Out', layer: 'Layer' = -1" in text.replace("\n", "").replace(
-        "    ", ""
-    )
+    assert "embed(run: 'Run', data: 'Data', /, *, out: 'Out' = tyro.MISSING, layer: 'Layer' = -1" in text.replace(
+        "\n", ""
+    ).replace("    ", "")

@@ -24,7 +24,7 @@ class Adapter:
     blocks: the networks whose blocks the module registers when it is imported.
     encoder: how a pretrained model is named; the module then has open_encoder(name) -> ForeignEncoder.
     reads: the module has recognize(tensors) -> Layout | None.
-    exports: the module has export_files(plain, preprocess), open_export(folder, classifies) and OPENING.
+    exports: the module has export_files(plain, preprocess), open_export(folder, classifies), embed_lines and OPENING.
     """
 
     name: str

@@ -42,7 +42,7 @@ from anechoic.adapters.tensors import (
     transformer_sizes,
     width_of,
 )
-from anechoic.adapters.torchvision_operators import import_library
+from anechoic.adapters.torchvision_operators import allow_mismatch, import_library
 from anechoic.data.preprocess import MARGIN, Preprocess
 from anechoic.errors import UserError
 from anechoic.models import VIT_SIZES
@@ -371,6 +371,13 @@ model = timm.create_model("local-dir:FOLDER", pretrained=True).eval()
 OPENING = {False: f"{_OPENING}tokens = model.forward_features(images)", True: f"{_OPENING}logits = model(images)"}
 
 
+def embed_lines(classifies: bool, *, raw: bool, factor: str) -> str:
+    """Return the lines that compute the vector of `embed`. raw: before the final norm."""
+    return (
+        "model.norm = torch.nn.Identity()\n" if raw else ""
+    ) + f"vector = {factor}model.forward_features(images)[:, 0]"
+
+
 def export_files(plain: VisionTransformer, preprocess: Preprocess) -> tuple[Tensors, dict[str, Any]]:
     """Return the tensors and JSON files of a folder for timm.create_model("local-dir:FOLDER", pretrained=True)."""
     config = plain.config
@@ -428,5 +435,8 @@ def eps_by_norm(plain: VisionTransformer) -> dict[str, float]:
 
 
 def open_export(folder: Path, classifies: bool) -> tuple[nn.Module, Run]:
-    network: Any = import_library("timm").create_model(f"local-dir:{folder}", pretrained=True)
+    allow_mismatch()
+    import timm
+
+    network: Any = timm.create_model(f"local-dir:{folder}", pretrained=True)
     return network, network.forward if classifies else network.forward_features

@@ -58,12 +58,17 @@ def mismatch() -> str:
     return ""
 
 
+def allow_mismatch() -> None:
+    """Let libraries that import torchvision be imported, of whatever build it is."""
+    if mismatch():
+        declare()
+
+
 def import_library(name: str, *, extra: str = "families") -> Any:
     """Return the library, which may import torchvision, of whatever build. UserError if it cannot be imported."""
     from anechoic.errors import UserError
 
-    if mismatch():
-        declare()
+    allow_mismatch()
     try:
         return import_module(name)
     except Exception as problem:

@@ -21,7 +21,7 @@ from anechoic.adapters import facebook, timm
 from anechoic.adapters.blocks import DecayedBlock, describe, keep_plain, pre_norm, replaces, stream_to
 from anechoic.adapters.registry import ForeignEncoder
 from anechoic.adapters.tensors import EPS_FILE, Layout, Run, Tensors, rename
-from anechoic.adapters.torchvision_operators import import_library
+from anechoic.adapters.torchvision_operators import allow_mismatch, import_library
 from anechoic.config import IMAGENET_MEAN, IMAGENET_STD
 from anechoic.data.preprocess import MARGIN, Preprocess
 from anechoic.errors import UserError
@@ -355,6 +355,13 @@ logits = model(images).logits""",
 }
 
 
+def embed_lines(classifies: bool, *, raw: bool, factor: str) -> str:
+    """Return the lines that compute the vector of `embed`. raw: before the final norm."""
+    base = "model.vit" if classifies else "model"
+    norm = f"{base}.layernorm = torch.nn.Identity()\n" if raw else ""
+    return f"{norm}vector = {factor}{base}(images).last_hidden_state[:, 0]"
+
+
 def export_files(plain: VisionTransformer, preprocess: Preprocess) -> tuple[Tensors, dict[str, Any]]:
     """Return the tensors and JSON files of a folder for AutoModel, or AutoModelForImageClassification with a head."""
     config = plain.config
@@ -454,13 +461,15 @@ def _image_processor(preprocess: Preprocess) -> dict[str, Any]:
 
 
 def open_export(folder: Path, classifies: bool) -> tuple[nn.Module, Run]:
-    transformers = import_library("transformers")
-    logging = transformers.utils.logging
+    allow_mismatch()
+    import transformers
+    from transformers.utils import logging
+
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        kind = transformers.AutoModelForImageClassification if classifies else transformers.AutoModel
-        network = kind.from_pretrained(folder)
+        kind: Any = transformers.AutoModelForImageClassification if classifies else transformers.AutoModel
+        network: Any = kind.from_pretrained(folder)
     finally:
         if bars:
             logging.enable_progress_bar()

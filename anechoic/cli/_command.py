@@ -8,20 +8,26 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, ParamSpec, Union, get_args, get_origin
+from typing import Annotated, Any, ParamSpec, TypeVar, Union, get_args, get_origin
 
 from anechoic.outcome import Outcome
 
 P = ParamSpec("P")
+Returned = TypeVar("Returned")
 
 
-def command(function: Callable[P, Outcome]) -> Callable[P, Outcome]:
-    """Return the command with every argument in its outcome's config; entries that the command sets take precedence."""
+def command(function: Callable[P, Returned]) -> Callable[P, Returned]:
+    """Return the command with every argument in its outcome's config; entries that the command sets take precedence.
+
+    What is no outcome is returned as it is.
+    """
 
     @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> Outcome:
+    def call(*args: P.args, **kwargs: P.kwargs) -> Any:
         bound = bind(function, args, kwargs)
         outcome = function(*bound.args, **bound.kwargs)
+        if not isinstance(outcome, Outcome):
+            return outcome
         given = {name: plain(value) for name, value in bound.arguments.items()}
         return replace(outcome, config={**given, **outcome.config})
 

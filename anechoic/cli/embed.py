@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
+
+from tyro import MISSING
 
 from anechoic.cli._command import command
 from anechoic.cli._shared import check_workers, refuse_swapped, skipped_text
@@ -12,8 +14,23 @@ from anechoic.cli.options import Data, Device, ImageSize, Layer, OnePooling, Out
 from anechoic.errors import UserError
 from anechoic.outcome import Outcome
 
+if TYPE_CHECKING:
+    from anechoic.eval.embedding import Vectors
 
-@command
+
+@overload
+def embed(
+    run: Run,
+    data: Any,
+    /,
+    *,
+    layer: Layer = -1,
+    pooling: OnePooling = None,
+    image_size: ImageSize = None,
+    device: Device = "auto",
+    workers: Workers = None,
+) -> Vectors: ...
+@overload
 def embed(
     run: Run,
     data: Data,
@@ -26,12 +43,27 @@ def embed(
     device: Device = "auto",
     workers: Workers = None,
     part_size: int = 8192,
-) -> Outcome:
+) -> Outcome: ...
+@command
+def embed(
+    run: Run,
+    data: Data,
+    /,
+    *,
+    out: Out = MISSING,
+    layer: Layer = -1,
+    pooling: OnePooling = None,
+    image_size: ImageSize = None,
+    device: Device = "auto",
+    workers: Workers = None,
+    part_size: int = 8192,
+) -> Any:
     """Write one feature vector per image, with the images' names, to a .npz, .npy, .parquet or .csv file, or a folder.
 
     The ending of the file chooses the format; the names for an .npy are in a .json beside it. Without an ending, --out
     is a folder of parquet parts, which several ranks (torchrun, tools slurm) write together; the same command resumes.
-    For vectors in memory use `anechoic.load(run).embed(images)`.
+    In Python, without `out`, the vectors are returned: an array with `.names` and `.skipped`. The data may then also be
+    Pillow images, arrays, tensors (uint8, or floats 0 .. 1) or a list of these or of paths.
 
     Example: anechoic embed runs/mine photos/ -o vectors.npz
 
@@ -45,6 +77,13 @@ def embed(
     from anechoic.eval.feature_parts import embed_parts
     from anechoic.runtime.distributed import alone
 
+    if out is MISSING:
+        from anechoic.eval import embedding
+
+        encoder = open_encoder(run, image_size=image_size)
+        return embedding.embed(
+            encoder, data, layer=layer, pooling=pooling, device=device, workers=check_workers(workers)
+        )
     out, world = Path(out), alone()
     in_parts = not out.suffix or out.is_dir()
     if not in_parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import functools
 import inspect
@@ -11,7 +12,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import NoneType, UnionType
@@ -25,7 +26,7 @@ from anechoic.choices import Listed, names
 from anechoic.cli import command_names, find_command
 from anechoic.cli._command import alternatives
 from anechoic.cli._renamed import COMMANDS_BEFORE, OPTIONS_BEFORE
-from anechoic.config import Section, checking, settings
+from anechoic.config import Config, Section, checking, settings
 from anechoic.errors import UserError, nearest_name
 from anechoic.outcome import printable
 from anechoic.recipes import recipe, table
@@ -70,15 +71,18 @@ def with_json_flag(function: Callable) -> Callable:
     """Return the command with the options of every command, and without a return value: it prints instead."""
 
     @functools.wraps(function)
-    def run(*args: object, json: bool, allow_outside: bool = False, **kwargs: object) -> None:
+    def run(*args: object, json: bool, allow_outside: bool = False, limit: int | None = None, **kwargs: object) -> None:
+        bound = signature.bind(*args, **kwargs)
+        if limit is not None:
+            bound.arguments |= limit_data(bound.arguments, limit)
         with outside_allowed() if allow_outside else nullcontext():
-            show(function(*args, **kwargs), as_json=json)
+            show(function(*bound.args, **bound.kwargs), as_json=json)
 
     signature = inspect.signature(function, eval_str=True)
     plain = signature.replace(parameters=[p.replace(annotation=in_help(p)) for p in signature.parameters.values()])
     flags = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=hint)
-        for name, hint in common_flags(signature).items()
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+        for name, (hint, default) in common_flags(signature).items()
     ]
     run.__signature__ = plain.replace(parameters=[*plain.parameters.values(), *flags], return_annotation=None)  # type: ignore[attr-defined]
     hints = {p.name: p.annotation for p in [*plain.parameters.values(), *flags]}
@@ -87,12 +91,38 @@ def with_json_flag(function: Callable) -> Callable:
     return run
 
 
-def common_flags(signature: inspect.Signature) -> dict[str, Any]:
-    """Return the options that commands have without declaring them: --json, and one of those that read data."""
+def common_flags(signature: inspect.Signature) -> dict[str, tuple[Any, Any]]:
+    """Return the options that commands have without declaring them, with their defaults: --json, and two of those that
+    read data."""
     parameters = signature.parameters
-    reads = "data" in parameters or ("recipe" in parameters and parameters["recipe"].annotation is not str)
-    outside = tyro.conf.arg(help="read images outside the folder of the parquet table that names them.")
-    return {"json": bool, **({"allow_outside": Annotated[bool, outside]} if reads else {})}
+    found: dict[str, tuple[Any, Any]] = {"json": (bool, False)}
+    if "data" in parameters or ("recipe" in parameters and parameters["recipe"].annotation is not str):
+        outside = tyro.conf.arg(help="read images outside the folder of the parquet table that names them.")
+        found["allow_outside"] = (Annotated[bool, outside], False)
+    if "allow_outside" in found and not ("data" in parameters and parameters["data"].annotation is bool):
+        limit = tyro.conf.arg(
+            metavar="INT",
+            help="read this number of images only: always the same, and the same share of every label that is read.",
+            help_behavior_hint="(optional)",
+        )
+        found["limit"] = (Annotated[int | None, limit], None)
+    return found
+
+
+def limit_data(arguments: Mapping[str, Any], limit: int) -> dict[str, Any]:
+    """Return the arguments that name data, limited to this number of images."""
+    from anechoic.data import limited
+
+    named: dict[str, Any] = {
+        name: limited(arguments[name], limit) for name in ("data", "test") if arguments.get(name) is not None
+    }
+    config = arguments.get("recipe")
+    if isinstance(config, Config):
+        data = dataclasses.replace(config.data, source=limited(config.data.source, limit))
+        named["recipe"] = dataclasses.replace(config, data=data)
+    if not named:
+        raise UserError("--limit is for commands that are given data: name it, with --data.")
+    return named
 
 
 def in_help(parameter: inspect.Parameter) -> Any:

@@ -6,6 +6,7 @@ Labels are read only on request. This package is independent of models and train
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from anechoic.data.loader import Batch, Loader
 from anechoic.data.remote_files import is_url
 from anechoic.data.shards import INDEX, open_indexed, open_remote
 from anechoic.data.source import IMAGE_SUFFIXES, BadImage, EncodedSource, Source, Subset, common_labels
+from anechoic.data.split import draw
 from anechoic.data.stored import READERS
 from anechoic.data.stored_files import StoredFiles
 from anechoic.data.tables import Parquet, open_hub
@@ -39,6 +41,7 @@ __all__ = [
     "Undecodable",
     "common_labels",
     "decode",
+    "limited",
     "open_source",
     "with_pixels",
 ]
@@ -52,6 +55,8 @@ NAMED: dict[str, Callable[..., Source]] = {
     "emoji": open_emoji,
     "hf": lambda words, *, labels, channels: open_hub(":".join(words), labels=labels, channels=channels),
 }
+# In front of a source: this number of its images.
+LIMIT = re.compile(r"limit:(\d+):(?=.)")
 # What opens a file of a suffix.
 FILE_READERS: dict[str, Callable[..., Source]] = {
     ".zip": open_zip,
@@ -61,6 +66,22 @@ FILE_READERS: dict[str, Callable[..., Source]] = {
     ".list": open_list,
     ".tsv": open_list,
 }
+
+
+def register_source(name: str, opener: Callable[..., Source]) -> None:
+    """Add a kind of data to every command and function of this process.
+
+    A name that begins with a dot is the suffix of a file: opener(path, *, labels, channels). Any other opens NAME and
+    NAME:WORD:WORD: opener(words) with any of the keywords labels, channels, size and seed. It returns a `Source`, whose
+    `read` returns pixels; labels only if labels is true.
+    """
+    table = FILE_READERS if name.startswith(".") else NAMED
+    key = name.lower() if name.startswith(".") else name
+    if key in {*table, ".npy", ".npz", ".parquet", *IMAGE_SUFFIXES, *READERS}:
+        raise UserError(f"There is already a kind of data {key!r}: choose another name.")
+    if not key.strip(".") or ":" in key or "/" in key:
+        raise UserError(f"{name!r} cannot name a kind of data: give a word, or a suffix such as '.mine'.")
+    table[key] = opener
 
 
 def open_source(
@@ -78,14 +99,43 @@ def open_source(
     `:label=object`); a folder, searched to any depth; a text list; .zip, .tar, shards-{000..127}.tar (also by URL); a
     folder of `anechoic tools shard`, or its URL; .parquet or a folder of them; .npz, .npy; `hf:NAME[:split]`; an image.
     channels: 3 RGB, 1 gray, 4 with alpha, any number for arrays and stored pixels. pixels: 8-bit pictures, or the
-    values that files store. size and seed are for scenes only.
+    values that files store. size and seed are for scenes only. limit:N:SOURCE is N images of a source, always
+    the same, and where labels are read the same share of each label.
     """
     if isinstance(source, Source):
         return source
+    prefix, rest = split_limit(source)
+    if prefix:
+        whole = open_source(rest, labels=labels, channels=channels, pixels=pixels, size=size, seed=seed)
+        found = first_of(whole, int(prefix.split(":")[1]))
+        found.where = str(source)
+        return found
     found = _open(source, labels=labels, channels=channels, pixels=pixels, size=size, seed=seed)
     found = with_pixels(found, pixels, channels=channels)
     found.where = str(source)
     return found
+
+
+def limited(source: str | Path, limit: int) -> str:
+    """Return the name of `limit` images of a source, for `open_source` and wherever data is named."""
+    if limit < 1:
+        raise UserError(f"--limit is a number of images, at least 1, not {limit}.")
+    return f"limit:{limit}:{split_limit(source)[1]}"
+
+
+def split_limit(source: str | Path) -> tuple[str, str]:
+    """limit:100:photos -> ("limit:100:", "photos"); ("", "photos") without a limit."""
+    text = str(source)
+    found = LIMIT.match(text)
+    end = found.end() if found else 0
+    return text[:end], text[end:]
+
+
+def first_of(source: Source, limit: int) -> Source:
+    """Return `limit` images chosen by a fixed seed, with labels the same share of each; all if there are no more."""
+    if limit >= len(source):
+        return source
+    return Subset(source, draw(len(source), limit, labels=source.labels, group=source.group_size))
 
 
 def with_pixels(source: Source, pixels: PixelConfig, *, channels: int) -> Source:

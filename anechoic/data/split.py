@@ -23,6 +23,21 @@ def hold_out(size: int, count: int, *, seed: int = 0, group: int = 1) -> tuple[n
     return np.sort(order[count:]), np.sort(order[:count])
 
 
+def draw(size: int, count: int, *, labels: np.ndarray | None = None, group: int = 1) -> np.ndarray:
+    """Return `count` of `size` samples, in order, the same every time; with labels, the same share of every label.
+
+    Shares are rounded by largest remainders. group: as for hold_out, without labels.
+    """
+    if labels is None or labels.ndim != 1 or group > 1:
+        return hold_out(size, count, group=group)[1]
+    members = [np.flatnonzero(labels == label) for label in np.unique(labels)]
+    exact = [count * len(rows) / size for rows in members]
+    quotas = np.floor(exact).astype(int)
+    quotas[np.argsort(quotas - exact, kind="stable")[: count - quotas.sum()]] += 1
+    chosen = [rows[hold_out(len(rows), quota)[1]] for rows, quota in zip(members, quotas, strict=True)]
+    return np.sort(np.concatenate(chosen))
+
+
 def hold_out_share(size: int, share: float, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Return (train, test) indices of `size` samples, with this fraction of them for testing."""
     if not 0 < share < 1:

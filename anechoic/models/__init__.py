@@ -66,7 +66,11 @@ def model_config(name: str, **options: Any) -> NetworkConfig:
         )
     family, size = MODELS[name]
     kinds = hints(FAMILIES[family][0])
-    given = {key: checked(_python_number(value), kinds[key], key) for key, value in options.items() if key in kinds}
+    given = {
+        key: checked(_python_number(value), kinds[key], key)
+        for key, value in options.items()
+        if key in kinds and not (key == "schedule" and callable(value))
+    }
     return _config(family, {**size, **options, **given}, what=name)
 
 
@@ -96,7 +100,8 @@ def build(config: NetworkConfig) -> Network:
 def build_model(name: str, **options: Any) -> Network:
     """Return a freshly initialized network by name: build_model("mae_base_patch16", alpha_min=0.6).
 
-    Common options: alpha_min (number or "auto"; 1 is plain), schedule, form, image_size (a number, or height and
+    Common options: alpha_min (number or "auto"; 1 is plain), schedule (a name, alphas, or a function
+    of n and alpha_min that returns them), form, image_size (a number, or height and
     width), in_channels, zero_init; the sizes (dim, depth, num_heads, ...) can be replaced too.
     """
     return build(model_config(name, **options))

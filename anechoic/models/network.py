@@ -21,6 +21,7 @@ from anechoic.shortcut import (
     Shortcut,
     Stream,
     resolve_alpha_min,
+    schedule_alphas,
     schedule_by_name,
     shortcut_factors,
 )
@@ -33,7 +34,8 @@ MAX_TABLE = 1 << 26
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkConfig:
-    """Options of every network; alpha_min="auto" is replaced by its number, so that a saved config is complete."""
+    """Options of every network; alpha_min="auto" is replaced by its number, and a schedule that is a function by its
+    alphas, so that a saved config is complete."""
 
     image_size: int | tuple[int, int] = 224
     in_channels: int = 3
@@ -49,10 +51,12 @@ class NetworkConfig:
             object.__setattr__(self, "schedule", tuple(self.schedule))
         if self.in_channels < 1:
             raise UserError(f"in_channels must be at least 1, not {self.in_channels}.")
-        if isinstance(self.schedule, str):
-            schedule = schedule_by_name(self.schedule)
+        if isinstance(self.schedule, str) or callable(self.schedule):
+            schedule = schedule_by_name(self.schedule) if isinstance(self.schedule, str) else self.schedule
             number = resolve_alpha_min(self.alpha_min, len(self.branch_kinds), schedule=schedule)
             object.__setattr__(self, "alpha_min", number)
+        if callable(self.schedule):
+            object.__setattr__(self, "schedule", tuple(schedule_alphas(len(self.branch_kinds), number, schedule)))
 
     @property
     def branch_kinds(self) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
@@ -13,7 +14,7 @@ from anechoic.choices import BranchKind
 from anechoic.errors import UserError, nearest_name
 from anechoic.models.layers import zero_branch_outputs
 from anechoic.models.network import Network
-from anechoic.shortcut import AlphaMin, Shortcut, shortcut_factors
+from anechoic.shortcut import AlphaMin, AnySchedule, Shortcut, shortcut_factors
 from anechoic.surgery.streams import check_network, join_streams, rebuilt, refactor, refactored, set_factors
 
 ONLY = ("attention", "mlp")
@@ -23,7 +24,7 @@ def decay(
     model: nn.Module,
     alpha_min: AlphaMin = 0.6,
     *,
-    schedule: str | Sequence[float] = "linear",
+    schedule: AnySchedule = "linear",
     only: BranchKind | None = None,
     preserve: bool = False,
     zero_init: bool | None = None,
@@ -32,8 +33,8 @@ def decay(
 
     preserve=False keeps the weights and replaces the shortcuts, so the function changes. preserve=True keeps the
     function (the inverse of fold) by moving the factors into the weights. zero_init=True also zeroes the branch
-    outputs, for training from scratch. only restricts the decay to one kind of branch. A listed schedule has one alpha
-    per branch.
+    outputs, for training from scratch. only restricts the decay to one kind of branch. schedule: a name, one alpha per
+    branch, or a function (n, alpha_min) that returns the n alphas of a stream.
     """
     check_network(model, "decay")
     if only not in (None, *ONLY):
@@ -45,7 +46,7 @@ def decay(
         raise UserError("preserve=True keeps what the network computes and zero_init=True erases it: choose one.")
     if isinstance(model, Network):
         _check_plain(model.stream().shortcuts)
-        listed = schedule if isinstance(schedule, str) else tuple(schedule)
+        listed: Any = schedule if isinstance(schedule, str) or callable(schedule) else tuple(schedule)
         config = dataclasses.replace(model.config, alpha_min=alpha_min, schedule=listed, form=only or "identity")
         if preserve:
             return refactored(model, config)
@@ -70,20 +71,21 @@ def check_alpha_min(alpha_min: object) -> None:
 
 
 def new_factors(
-    streams: list[ResidualStream], alpha_min: AlphaMin, *, schedule: str | Sequence[float], form: str
+    streams: list[ResidualStream], alpha_min: AlphaMin, *, schedule: AnySchedule, form: str
 ) -> list[tuple[ResidualStream, list[tuple[float, float]]]]:
     """Return each plain stream with the (alpha, beta) of its branches; a listed schedule is split among the streams."""
     counts = [len(found.shortcuts) for found in streams]
-    if not isinstance(schedule, str) and len(schedule) != sum(counts):
+    listed = None if isinstance(schedule, str) or callable(schedule) else list(schedule)
+    if listed is not None and len(listed) != sum(counts):
         raise UserError(
-            f"The schedule lists {len(schedule)} alphas, but the network has {sum(counts)} residual branches: give one "
+            f"The schedule lists {len(listed)} alphas, but the network has {sum(counts)} residual branches: give one "
             f"each."
         )
     pairs = []
     for i, found in enumerate(streams):
         _check_plain(found.shortcuts)
         start = sum(counts[:i])
-        part = schedule if isinstance(schedule, str) else schedule[start : start + counts[i]]
+        part = schedule if listed is None else listed[start : start + counts[i]]
         kinds = [shortcut.kind for shortcut in found.shortcuts]
         pairs.append((found, shortcut_factors(kinds, alpha_min=alpha_min, schedule=part, form=form)))
     return pairs

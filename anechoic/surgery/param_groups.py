@@ -9,7 +9,7 @@ stays plain, and learning-rate schedulers, torch.compile, DDP, FSDP2 and export 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from anechoic.adapters import blocks
 from anechoic.choices import ProfileOptimizer as GroupsFor
 from anechoic.errors import UserError, nearest_name
-from anechoic.shortcut import AlphaMin, Concatenate, Read
+from anechoic.shortcut import AlphaMin, AnySchedule, Concatenate, Read
 from anechoic.surgery.algebra import edits
 from anechoic.surgery.decay import new_factors
 from anechoic.surgery.streams import check_network, join_streams
@@ -36,7 +36,7 @@ def param_groups(
     weight_decay: float = 0.0,
     eps: float = 1e-8,
     algorithm: GroupsFor = "adamw",
-    schedule: str | Sequence[float] = "linear",
+    schedule: AnySchedule = "linear",
 ) -> list[dict[str, Any]]:
     """Return parameter groups with which a torch optimizer trains a plain model as if its shortcuts were decayed.
 
@@ -78,9 +78,7 @@ def is_muon_matrix(name: str, parameter: Tensor) -> bool:
     return parameter.ndim == 2 and not any(part in name.lower() for part in NOT_MUON)
 
 
-def decay_factors(
-    model: nn.Module, alpha_min: AlphaMin = 0.6, *, schedule: str | Sequence[float] = "linear"
-) -> dict[str, float]:
+def decay_factors(model: nn.Module, alpha_min: AlphaMin = 0.6, *, schedule: AnySchedule = "linear") -> dict[str, float]:
     """Return c by parameter name: weight of the plain model / weight of the decayed one. Absent names have 1."""
     sketch = without_storage(model)
     names = {id(parameter): name for name, parameter in sketch.named_parameters()}

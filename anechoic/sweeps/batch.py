@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from anechoic.data import split_limit
 from anechoic.errors import UserError
 from anechoic.outcome import Outcome
 from anechoic.pages.tables import text_table
@@ -62,7 +63,7 @@ def run_trials(trials: Sequence[Trial], folders: Folders, jobs: int | None, *, p
 
 def check_source(source: str, root: Path) -> None:
     """Refuse missing data before anything is started, instead of one failure for each trial."""
-    if is_file(source) and not (root / source).exists():
+    if is_file(source) and not (root / split_limit(source)[1]).exists():
         raise UserError(
             f"There is no {source} in {root}: name the folder that has it with --data-root, or set ANECHOIC_DATA."
         )

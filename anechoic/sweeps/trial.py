@@ -135,14 +135,18 @@ def trial_from_json(values: dict[str, Any]) -> Trial:
 
 def is_file(source: str) -> bool:
     """Return whether the source is files; named sources such as digits:train are the same on every machine."""
-    from anechoic.data import NAMED
+    from anechoic.data import NAMED, split_limit
 
+    source = split_limit(source)[1]
     return bool(source) and source.partition(":")[0] not in NAMED
 
 
 def located(source: str, root: Path) -> str:
     """Return the source on this machine: embedded data as it is, files below `root`."""
-    return str(root / source) if is_file(source) else source
+    from anechoic.data import split_limit
+
+    limit, rest = split_limit(source)
+    return f"{limit}{root / rest}" if is_file(rest) else source
 
 
 def localized(trial: Trial, root: Path) -> Trial:

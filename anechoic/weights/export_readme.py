@@ -23,6 +23,18 @@ Largest difference from the original network, measured when this folder was writ
 {each_eps:.2g} with these lines.
 """
 
+VECTOR = """
+## The vector of `anechoic embed`
+
+It is the class token of the last block{end}. Here `images` is a float tensor of prepared images{after}.
+
+```python
+import torch
+
+{lines}
+```
+"""
+
 
 STORED = """
 It reads {type} values as files store them, not 8-bit pictures: {curve}, then minus mean, divided by std.
@@ -62,10 +74,29 @@ CURVES = {
 }
 
 
+def embedding(library: str, config: ViTConfig, *, normed: bool, gain: float, folded: bool) -> str:
+    """Return how the library computes the vector of `embed`. gain: of the trained network's stream at its end."""
+    factor = "" if normed or gain == 1 else f"{gain!r} * "
+    end = ", after the final norm" if normed else ", before the final norm, which the trained network does not have"
+    end += "; folding moved the factor into the weights" if factor else ""
+    lines = ADAPTERS[library].load().embed_lines(config.num_classes > 0, raw=not normed, factor=factor)
+    return VECTOR.format(end=end, after=", and the lines above have set every eps" if folded else "", lines=lines)
+
+
 def readme(
-    library: str, config: ViTConfig, preprocess: Preprocess, differences: Mapping[str, float], *, folded: bool
+    library: str,
+    config: ViTConfig,
+    preprocess: Preprocess,
+    differences: Mapping[str, float],
+    *,
+    folded: bool,
+    normed: bool,
+    gain: float,
 ) -> str:
-    """Return Markdown with a YAML head. differences: as measured on the images the export was given."""
+    """Return Markdown with a YAML head. differences: as measured on the images the export was given.
+
+    normed: whether the trained network has the final norm. gain: the product of its alphas.
+    """
     height, width = config.size
     classifies = config.num_classes > 0
     how = FOLDED.format(one_eps=differences["with one eps"], each_eps=differences["with an eps per norm"])
@@ -84,4 +115,4 @@ patches of {height} x {width} images with {config.in_channels} channels.
 ```python
 {ADAPTERS[library].load().OPENING[classifies]}
 ```
-{how if folded else ""}"""
+{how if folded else ""}{embedding(library, config, normed=normed, gain=gain, folded=folded)}"""

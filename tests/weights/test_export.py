@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from anechoic import build_model
+from anechoic import build_model, embed
 from anechoic.cli.export import check_images
 from anechoic.data.preprocess import Preprocess
 from anechoic.errors import UserError
@@ -124,15 +124,24 @@ def test_one_eps_is_a_real_error_where_the_stream_is_small(real_images, tmp_path
 
 
 @pytest.mark.parametrize("to", ["timm", "transformers"])
-def test_readme_code_reproduces_the_network(to, real_images, tmp_path):
+@pytest.mark.parametrize("name", HEADED)
+def test_readme_code_reproduces_the_network_and_the_vector_of_embed(name, to, real_images, tmp_path):
     pytest.importorskip(to, reason=f"{to} is what this test is about")
-    model = network("decayed mae")
+    if (name, to) == ("mean classifier", "transformers"):
+        pytest.skip("transformers has no such network")
+    model = network(name)
     export_model(model, tmp_path / "out", to=to, images=real_images)
     text = (tmp_path / "out" / "README.md").read_text().replace("FOLDER", str(tmp_path / "out"))
-    opening, setting = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    names = {"images": real_images}
-    exec(opening + setting + opening.splitlines()[-1], names)
-    torch.testing.assert_close(names["tokens"], with_final_norm(model)(real_images), atol=1e-5, rtol=0)
+    opening, *setting, embedding = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    pictures = [Image.effect_noise((40, 32), 80).convert("RGB") for _ in range(2)]
+    names = {"images": torch.cat([model.preprocess(picture) for picture in pictures])}
+    exec(opening + "".join(setting) + opening.splitlines()[-1], names)
+    result = names["logits" if "classifier" in name else "tokens"]
+    torch.testing.assert_close(result, with_final_norm(model)(names["images"]), atol=1e-5, rtol=0)
+    assert 1 <= len(embedding.strip().splitlines()[2:]) <= 3
+    exec(embedding, names)
+    run = write_model(tmp_path / "own", model.state_dict(), model_card(model, model.preprocess))
+    torch.testing.assert_close(names["vector"], torch.tensor(embed(run, pictures)), atol=1e-5, rtol=1e-5)
 
 
 def test_export_of_a_plain_network_does_not_mention_folding(real_images, tmp_path):
