@@ -209,16 +209,16 @@ def squared(n, alpha_min):
     return [1 - (1 - alpha_min) * (k / (n - 1)) ** 2 for k in range(n)]
 
 
-def test_function_as_schedule_gives_the_alphas_of_every_network():
+def test_function_as_schedule_sets_the_alphas_of_every_network():
     import anechoic
 
     options = {"image_size": 8, "dim": 16, "depth": 2, "num_heads": 2}
     model = anechoic.build_model("vit_tiny_patch4", **options, alpha_min=0.5, schedule=squared)
-    alphas = [shortcut.factors[0] for shortcut in anechoic.shortcuts(model)]
+    alphas = [shortcut.alpha for shortcut in anechoic.shortcuts(model)]
     assert alphas == squared(4, 0.5)
     plain = anechoic.build_model("vit_tiny_patch4", **options)
     decayed = anechoic.decay(plain, 0.5, schedule=squared)
-    assert [shortcut.factors[0] for shortcut in anechoic.shortcuts(decayed)] == alphas
+    assert [shortcut.alpha for shortcut in anechoic.shortcuts(decayed)] == alphas
     by_function, by_list = (
         [group["lr"] for group in anechoic.param_groups(plain, 0.5, lr=1e-3, schedule=schedule)]
         for schedule in (squared, alphas)
@@ -230,7 +230,7 @@ def test_function_as_schedule_gives_the_alphas_of_every_network():
 
 
 def test_function_as_schedule_solves_auto_for_itself():
-    alphas = schedule_alphas(24, "auto", squared)
+    alphas = schedule_alphas(48, "auto", squared)
     assert math.prod(alphas) == pytest.approx(EFFECTIVE_DECAY, rel=1e-4)
 
 

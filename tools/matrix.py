@@ -101,7 +101,7 @@ def try_wheel(python: str, folder: Path, torch: str) -> str:
 
 
 def run_tests(python: str, folder: Path, torch: str) -> str:
-    """Return the last line of the tests, or what went wrong before."""
+    """Return the last line of the tests, or why they did not run."""
     problem = install(python, folder, torch)
     if problem:
         return problem

@@ -332,7 +332,7 @@ def verdict(
         f"block; not whitened {decayed['mean']:.1f} against {residual['mean']:.1f} %). {bests}"
         f"Raw pixels find {pixels:.1f} %: they keep the layout, which a mean over patches loses. {tokens}"
         "One pair decides nothing about the method: docs/evidence/emoji-styles.md has more seeds, "
-        "docs/when-does-it-pay.md says when to expect gains."
+        "docs/when-does-it-pay.md has the cases in which to expect gains."
     )
 
 

@@ -77,7 +77,7 @@ CURVES = {
 def embedding(library: str, config: ViTConfig, *, normed: bool, gain: float, folded: bool) -> str:
     """Return how the library computes the vector of `embed`. gain: of the trained network's stream at its end."""
     factor = "" if normed or gain == 1 else f"{gain!r} * "
-    end = ", after the final norm" if normed else ", before the final norm, which the trained network does not have"
+    end = ", after the final norm" if normed else ", before the final norm"
     end += "; folding moved the factor into the weights" if factor else ""
     lines = ADAPTERS[library].load().embed_lines(config.num_classes > 0, raw=not normed, factor=factor)
     return VECTOR.format(end=end, after=", and the lines above have set every eps" if folded else "", lines=lines)
@@ -95,7 +95,7 @@ def readme(
 ) -> str:
     """Return Markdown with a YAML head. differences: as measured on the images the export was given.
 
-    normed: whether the trained network has the final norm. gain: the product of its alphas.
+    normed: whether `embed` reads behind a final norm. gain: the product of its alphas.
     """
     height, width = config.size
     classifies = config.num_classes > 0

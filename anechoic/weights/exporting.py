@@ -30,7 +30,7 @@ from anechoic.models.sit import SiT
 from anechoic.models.uvit import UViT
 from anechoic.models.vit import VisionTransformer
 from anechoic.runtime.checkpoint import load, model_card, write_model
-from anechoic.shortcut import Read, Stream, effective_decay
+from anechoic.shortcut import Read, Stream
 from anechoic.storage.files import write_aside
 from anechoic.storage.safe_io import reason
 from anechoic.surgery import fold, fold_along
@@ -176,9 +176,16 @@ def to_library(library: str, model: Any, folder: Path, images: Tensor) -> Export
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
     differences, compared = _compare(library, folder, model, plain, images)
-    gain = effective_decay(alpha for alpha, _ in model.config.factors)
-    about = {"folded": is_decayed(model), "normed": bool(model.config.norm), "gain": gain}
-    (folder / "README.md").write_text(readme(library, plain.config, model.preprocess, differences, **about))
+    text = readme(
+        library,
+        plain.config,
+        model.preprocess,
+        differences,
+        folded=is_decayed(model),
+        normed=model.config.norm and not model.config.num_classes,
+        gain=shortcuts(model)[-1].gain,
+    )
+    (folder / "README.md").write_text(text)
     return Exported(folder, differences, compared)
 
 

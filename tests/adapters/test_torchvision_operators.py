@@ -32,7 +32,7 @@ def run(code, folder):
 
 @pytest.mark.slow
 def test_library_that_imports_a_mismatched_torchvision_is_imported(broken):
-    assert "torchvision::nms" in run("import timm", broken).stderr  # the fault is there
+    assert "torchvision::nms" in run("import timm", broken).stderr  # as it is without us
     code = "from anechoic.adapters.torchvision_operators import import_library; print(import_library('timm').__name__)"
     done = run(code, broken)
     assert done.stdout == "timm\n", done.stderr

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anechoic import register_source
@@ -14,6 +14,7 @@ from anechoic.data.split import draw
 from anechoic.errors import UserError
 
 
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=60), st.data())
 def test_draw_takes_the_same_share_of_every_label(labels, data):
     labels = np.array(labels)
