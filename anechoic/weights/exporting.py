@@ -33,7 +33,7 @@ from anechoic.runtime.checkpoint import load, model_card, write_model
 from anechoic.shortcut import Read, Stream
 from anechoic.storage.files import write_aside
 from anechoic.storage.safe_io import reason
-from anechoic.surgery import fold, fold_along
+from anechoic.surgery import fold, fold_along, shortcuts
 from anechoic.weights.export_readme import readme
 
 
