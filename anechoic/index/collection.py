@@ -22,7 +22,7 @@ from anechoic.errors import UserError
 from anechoic.eval.metrics.knn import Neighbors, nearest_units
 from anechoic.eval.projections import tsne
 from anechoic.eval.tensors import as_tensor
-from anechoic.index.neighbors import nearest_others
+from anechoic.index.neighbors import nearest_others, take
 from anechoic.storage.files import release
 
 # In memory, or a memory-mapped file.
@@ -207,7 +207,7 @@ def cluster(units: Units, *, count: int | None = None, seed: int = 0, examples: 
     """Return k-means clusters of a sample, and every image's nearest center; count None: the best silhouette."""
     if count is not None and not 1 <= count <= len(units):
         raise UserError(f"There are {len(units)} images, so they form 1 to {len(units)} clusters, not {count}.")
-    sample = as_tensor(units[sampled(len(units), CLUSTERED, seed=seed)])
+    sample = take(units, sampled(len(units), CLUSTERED, seed=seed))
     centers = k_means(sample, count, seed=seed) if count else best_clusters(sample, seed=seed)
     near = []
     for start in range(0, len(units), ROWS_AT_ONCE):
@@ -264,7 +264,7 @@ class Map:
 def map_of(units: Units, *, points: int = MAPPED, seed: int = 0) -> Map:
     """Return a t-SNE map of points spread evenly over the collection."""
     chosen = sampled(len(units), points, seed=seed)
-    shown = as_tensor(units[chosen])
+    shown = take(units, chosen)
     k = min(LIKE, len(chosen) - 1)
     neighbors = nearest_others(shown, np.arange(len(chosen)), k=k).indices.tolist()
     if len(chosen) < 4:

@@ -32,8 +32,8 @@ UNITS, CODES, FORMAT = "units.npy", "codes.faiss", 1
 TRAIN_PER_LIST, ITERATIONS, QUERIES, RECALL_AT = 64, 10, 200, 10
 # Lists are added to a query, in powers of two, until this recall is reached or this share of them is read.
 ENOUGH, MOST_LISTS = 0.95, 0.25
-# Candidates ranked exactly per neighbor wanted, at least; queries ranked and rows compared at once.
-PER_NEIGHBOR, CANDIDATES, QUERIES_AT_ONCE, ROWS_AT_ONCE = 5, 100, 256, 65536
+# Candidates ranked exactly per neighbor wanted, at least; queries ranked, rows compared and rows taken at once.
+PER_NEIGHBOR, CANDIDATES, QUERIES_AT_ONCE, ROWS_AT_ONCE, ROWS_TAKEN = 5, 100, 256, 65536, 4096
 
 
 def load_faiss() -> Any:
@@ -57,6 +57,18 @@ def without_itself(found: Neighbors, rows: Tensor) -> Neighbors:
     itself[~itself.any(dim=1), -1] = True
     shape = (len(rows), found.indices.shape[1] - 1)
     return Neighbors(found.similarities[~itself].view(shape), found.indices[~itself].view(shape))
+
+
+def take(units: Tensor | np.ndarray, rows: np.ndarray | Tensor) -> Tensor:
+    """Return these rows; of a mapped file, few pages are in memory at once, although the system maps many per row."""
+    if isinstance(units, Tensor):
+        return units[rows]
+    rows = np.asarray(rows)
+    found = np.empty((len(rows), units.shape[1]), np.float32)
+    for start in range(0, len(rows), ROWS_TAKEN):
+        found[start : start + ROWS_TAKEN] = units[rows[start : start + ROWS_TAKEN]]
+        release(units)
+    return torch.from_numpy(found)
 
 
 @dataclass(frozen=True)
@@ -83,11 +95,10 @@ class Approximate:
         _, found = self.codes.search(for_codes(queries), wanted)
         # By index, so that the stable sort below keeps equal similarities in order; -1 is no candidate.
         columns = torch.from_numpy(found).sort(dim=1).values
-        vectors = torch.from_numpy(self.mapped[columns.clamp(min=0).numpy()])
+        vectors = take(self.mapped, columns.clamp(min=0).flatten()).view(*columns.shape, -1)
         exact = torch.einsum("qcd,qd->qc", vectors, queries)
         best, order = exact.masked_fill(columns < 0, -torch.inf).sort(dim=1, descending=True, stable=True)
         similarities, indices = best[:, :k].contiguous(), columns.gather(1, order)[:, :k].contiguous()
-        release(self.mapped)
         few = (similarities[:, -1] == -torch.inf).nonzero()[:, 0]  # its lists have fewer than k vectors
         if len(few):
             similarities[few], indices[few] = nearest_in_file(self.mapped, queries[few], k=k)
@@ -95,7 +106,7 @@ class Approximate:
 
     def nearest_others(self, rows: np.ndarray | Tensor, *, k: int) -> Neighbors:
         rows = torch.as_tensor(rows)
-        return without_itself(self.nearest(torch.from_numpy(self.mapped[rows.numpy()]), k=k + 1), rows)
+        return without_itself(self.nearest(take(self.mapped, rows), k=k + 1), rows)
 
 
 def nearest_in_file(mapped: np.ndarray, queries: Tensor, *, k: int) -> Neighbors:
@@ -178,7 +189,7 @@ def build_codes(faiss: Any, mapped: np.ndarray) -> Any:
     for parameters in (codes.cp, codes.pq.cp):
         parameters.niter, parameters.min_points_per_centroid = ITERATIONS, 1  # fewer points are no reason to warn
     rows = np.unique(np.linspace(0, n - 1, TRAIN_PER_LIST * max(lists, 16)).astype(np.int64))
-    codes.train(for_codes(torch.from_numpy(mapped[rows])))
+    codes.train(for_codes(take(mapped, rows)))
     for start in range(0, n, CHUNK):
         codes.add(for_codes(as_tensor(mapped[start : start + CHUNK])))
         release(mapped)
@@ -189,7 +200,7 @@ def tune(mapped: np.ndarray, codes: Any) -> Approximate:
     """Return the index that reads as few lists per query as reach the recall."""
     rows = torch.from_numpy(np.unique(np.linspace(0, len(mapped) - 1, QUERIES).astype(np.int64)))
     k = min(RECALL_AT, len(mapped) - 1)
-    true = without_itself(nearest_in_file(mapped, torch.from_numpy(mapped[rows.numpy()]), k=k + 1), rows)
+    true = without_itself(nearest_in_file(mapped, take(mapped, rows), k=k + 1), rows)
     probes, most = 1, max(1, int(codes.nlist * MOST_LISTS))
     while True:
         found = Approximate(mapped, codes, probes, 0.0).nearest_others(rows, k=k)
