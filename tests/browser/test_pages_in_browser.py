@@ -11,7 +11,7 @@ from tiny_pages import everything, picture
 from tiny_runs import write_run
 
 import anechoic
-from anechoic.pages.html import page, write_page
+from anechoic.pages.html import Section, download, page, write_page
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +97,19 @@ def test_lists_are_saved_as_csv(browser, pages):
     pairs = [{row["image"], row["other image"]} for row in rows["duplicates"]]
     assert {"folder 0/00.png", 'folder 1/copy, "again".png'} in pairs
     assert float(rows["outliers"][0]["likeness"]) == explored.metrics["outliers"][0]["likeness"]
+
+
+@pytest.mark.slow
+def test_saved_lists_hold_no_formulas(browser, tmp_path):
+    """A spreadsheet would compute a file name that begins like one; numbers stay numbers."""
+    rows = [["=1+1", -2.5], ["+a", 3], ["-b", 0], ["@c", 1], ["\td", 2], ["plain, e=f", -1]]
+    html = page("list", [Section("list", [download("list.csv", ["name", "value"], rows)])])
+    with showing(browser, write_page(tmp_path / "list.html", html)) as shown:
+        with shown.expect_download() as saving:
+            shown.locator("button[data-name='list.csv']").click()
+        found = list(csv.reader(io.StringIO(saving.value.path().read_text(), newline="")))
+    assert [name for name, _ in found[1:]] == ["'=1+1", "'+a", "'-b", "'@c", "'\td", "plain, e=f"]
+    assert [float(value) for _, value in found[1:]] == [-2.5, 3, 0, 1, 2, -1]
 
 
 @pytest.mark.slow
