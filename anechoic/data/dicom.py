@@ -5,6 +5,7 @@ Gray values are float32 after the rescaling (Hounsfield units of a CT, for examp
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +17,14 @@ from pydicom.pixels import apply_color_lut, apply_modality_lut, get_decoder, pix
 
 from anechoic.data.pixels import Undecodable
 from anechoic.data.stored import Box, StoredImage, crop, file_or_memory, numbered
-from anechoic.storage.safe_io import reason
+from anechoic.storage.safe_io import MAX_IMAGE_BYTES, read_regular, reason
 
 PIXELS = ("PixelData", "FloatPixelData", "DoubleFloatPixelData")
 
 
 def open_image(file: str | Path | bytes) -> StoredImage:
+    if not isinstance(file, bytes) and os.path.getsize(file) <= MAX_IMAGE_BYTES:
+        file = read_regular(file)  # from memory, a damaged length reads only what is there
     try:
         data = pydicom.dcmread(file_or_memory(file))
     except InvalidDicomError as problem:

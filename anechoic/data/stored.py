@@ -25,7 +25,7 @@ from anechoic.config import PixelConfig
 from anechoic.data.decoding import MAX_PIXELS, errors_as_undecodable, open_picture, reduction, refuse_bomb
 from anechoic.data.pixels import ORIENTATION, Undecodable, plain, upright
 from anechoic.errors import UserError
-from anechoic.storage.safe_io import read_regular
+from anechoic.storage.safe_io import open_regular, read_regular
 
 # Suffix -> module with `open_image`, the package it needs and the extra that installs that.
 READERS: dict[str, tuple[str, str, str]] = {
@@ -46,6 +46,7 @@ TYPES = {
     "f4": "float32",
     **dict.fromkeys(("u4", "i4", "u8", "i8", "f8"), "float32"),
 }
+TOO_MUCH_MEMORY = "it claims more than fits into memory; save it again"
 # More unnamed pages than this are frames, not channels.
 MAX_CHANNELS = 32
 
@@ -123,19 +124,27 @@ def reads_stored(name: str) -> bool:
 
 @contextmanager
 def open_stored(file: str | Path | bytes, *, name: str = "") -> Iterator[StoredImage]:
-    """Open a file, or its content; name: decides the format. Undecodable for what cannot be read."""
+    """Open a file, or its content; name: decides the format. Undecodable for what is damaged, OSError from the disk."""
     suffix = Path(name or ("" if isinstance(file, bytes) else str(file))).suffix.lower()
     if isinstance(file, bytes) and suffix not in READERS:
         suffix = sniffed(file) or suffix
+    if not isinstance(file, bytes):
+        with open_regular(file):
+            pass  # OSError for a pipe, and for what cannot be read now
     with errors_as_undecodable():
         if suffix in READERS:
             if not has_reader(suffix):
                 raise Undecodable(reader_remedy(suffix))
-            image = import_module(READERS[suffix][0]).open_image(file)
+            try:
+                image = import_module(READERS[suffix][0]).open_image(file)
+            except MemoryError as problem:
+                raise Undecodable(TOO_MUCH_MEMORY) from problem
         else:
             image = DecodedImage(_picture(file))
         try:
             yield image
+        except MemoryError as problem:
+            raise Undecodable(TOO_MUCH_MEMORY) from problem
         finally:
             image.close()
 

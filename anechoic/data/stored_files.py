@@ -23,7 +23,7 @@ from anechoic.data.stored import Box, StoredImage, open_stored, read_region, sel
 from anechoic.errors import UserError
 from anechoic.storage.cache import has_entry, open_entry
 from anechoic.storage.files import write_aside
-from anechoic.storage.safe_io import open_regular, reason
+from anechoic.storage.safe_io import reason
 
 # A row per sample: the file, the frame in it and the region. An unreadable file has one row without a region.
 SAMPLE = np.dtype([("file", "<i4"), ("frame", "<i4"), ("box", "<i4", (4,))])
@@ -94,8 +94,7 @@ class StoredFiles(Source):
         out: dict[int, Tensor | BadImage] = {}
         try:
             self.files.hashes.check_file(file)
-            path = self._path(file)
-            with open_stored(path) as image:
+            with open_stored(self._path(file)) as image:
                 for index in members:
                     out[index] = self._region(image, index, min_side)
         except Undecodable as problem:
@@ -118,9 +117,7 @@ class StoredFiles(Source):
             return BadImage(self.name(index), reason(problem))
 
     def _path(self, file: int) -> str:
-        path = os.path.join(self.files.root, self.files.names[file])
-        with open_regular(path):
-            return path
+        return os.path.join(self.files.root, self.files.names[file])
 
     # ---- the list of samples
 

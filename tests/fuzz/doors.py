@@ -35,6 +35,7 @@ def load_everything() -> None:
         *("datasets", "pyarrow.parquet", "diffusers.models.autoencoders.autoencoder_kl"),
         *("transformers.models.vit.modeling_vit", "anechoic.diffusion.vae", "anechoic.diffusion.generate"),
         *("anechoic.eval.encoders", "anechoic.eval.frechet", "anechoic.index.index", "anechoic.eval.segmentation"),
+        *("anechoic.data.tiff", "anechoic.data.dicom", "anechoic.data.measure", "imagecodecs"),
         *("anechoic.weights.importing", "anechoic.weights.exporting", "anechoic.runtime.sharded_checkpoint"),
     ):
         import_module(name)
@@ -97,6 +98,60 @@ def enter_image(path: Path) -> Any:
     except Undecodable as error:
         found.append(str(error))
     return found
+
+
+def make_stored(folder: Path) -> None:
+    import tifffile
+
+    values = np.random.default_rng(0).integers(0, 65536, (5, 20, 17), dtype=np.uint16)
+    gray: dict[str, Any] = {"photometric": "minisblack"}
+    tifffile.imwrite(folder / "plain.tif", values, **gray)
+    tifffile.imwrite(folder / "tiles.tif", values, tile=(16, 16), compression="zlib", **gray)
+    tifffile.imwrite(folder / "chunky.tif", values.transpose(1, 2, 0), planarconfig="contig", compression="lzw", **gray)
+    names = {"axes": "CYX", "Channel": {"Name": list("abcde")}}
+    tifffile.imwrite(folder / "named.ome.tif", values, metadata=names, **gray)
+    tifffile.imwrite(folder / "stack.tif", values[:4], imagej=True, metadata={"axes": "ZYX"})
+    (folder / "deep.png").write_bytes(encoded("PNG", "I;16"))
+    np.save(folder / "image.npy", values)
+    make_dicom(folder / "gray.dcm", values[0])
+    make_dicom(folder / "frames.dcm", values)
+
+
+def make_dicom(path: Path, values: np.ndarray) -> None:
+    import pydicom
+
+    data = pydicom.Dataset()
+    data.file_meta = pydicom.dataset.FileMetaDataset()
+    data.file_meta.TransferSyntaxUID = pydicom.uid.ExplicitVRLittleEndian
+    data.file_meta.MediaStorageSOPClassUID = data.SOPClassUID = pydicom.uid.CTImageStorage
+    data.file_meta.MediaStorageSOPInstanceUID = data.SOPInstanceUID = "1.2.3"
+    data.Rows, data.Columns, data.SamplesPerPixel, data.PhotometricInterpretation = 20, 17, 1, "MONOCHROME1"
+    data.BitsAllocated, data.BitsStored, data.HighBit, data.PixelRepresentation = 16, 16, 15, 0
+    data.RescaleSlope, data.RescaleIntercept, data.NumberOfFrames = "2", "-1024", values.size // 340
+    data.PixelData = values.tobytes()
+    data.save_as(path, enforce_file_format=True)
+
+
+def enter_stored(path: Path) -> str:
+    """As pretrain does, whole and by tiles, and from its bytes as the live page does."""
+    from anechoic.config import PixelConfig
+    from anechoic.data.decoding import Undecodable
+    from anechoic.data.measure import measure
+    from anechoic.data.stored import decode_stored
+    from anechoic.errors import UserError
+    from anechoic.storage.safe_io import read_regular
+
+    found = []
+    for tile in (0, 8):
+        try:
+            found.append(read_everything(measure(path, labels=False, channels="0", tile=tile).source))
+        except UserError as problem:
+            found.append(str(problem))
+    try:
+        decode_stored(read_regular(path), pixels=PixelConfig(type="uint16"), channels=5)
+    except (Undecodable, OSError) as problem:
+        found.append(str(problem))
+    return " ".join(found)
 
 
 # ---- sources
@@ -417,6 +472,7 @@ def enter_index(path: Path) -> str:
 
 DOORS = {
     "image": Door(make_images, enter_image),
+    "stored": Door(make_stored, enter_stored),
     "folder": Door(make_folder, enter_source),
     "list": Door(make_list, enter_list),
     "zip": Door(make_zips, enter_source),
