@@ -70,7 +70,7 @@ matrix:
 	$(PYTHON) tools/matrix.py $(MATRIX)
 
 # Corrupted and malicious files for every reader, each in a subprocess. Failing inputs are stored in tests/fuzz/corpus.
-FUZZ_INPUTS ?= 5000
+FUZZ_INPUTS ?= 8000
 FUZZ_SEED ?= 1
 fuzz: install
 	$(BIN)/python tests/fuzz/fuzz.py --inputs $(FUZZ_INPUTS) --seed $(FUZZ_SEED)

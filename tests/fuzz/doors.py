@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import random
 import shutil
 import struct
 import tarfile
@@ -23,10 +24,14 @@ from PIL import Image
 
 
 class Door(NamedTuple):
-    """make writes whole examples into a folder; enter reads one of them as the library does."""
+    """make writes whole examples into a folder; enter reads one of them as the library does.
+
+    damage: what happens to an example instead of damage to its bytes.
+    """
 
     make: Callable[[Path], Any]
     enter: Callable[[Path], Any]
+    damage: Callable[[Path, random.Random], None] | None = None
 
 
 def load_everything() -> None:
@@ -37,8 +42,13 @@ def load_everything() -> None:
         *("anechoic.eval.encoders", "anechoic.eval.frechet", "anechoic.index.index", "anechoic.eval.segmentation"),
         *("anechoic.data.tiff", "anechoic.data.dicom", "anechoic.data.measure", "imagecodecs"),
         *("anechoic.weights.importing", "anechoic.weights.exporting", "anechoic.runtime.sharded_checkpoint"),
+        *("anechoic.cli.embed", "anechoic.cli.search", "anechoic.cli.explore", "anechoic.eval.export_features"),
+        *("anechoic.pages.collection_pages", "anechoic.index.collection", "anechoic.server.page", "sklearn.manifold"),
+        *("sklearn.cluster", "sklearn.decomposition"),
     ):
         import_module(name)
+    outcome = import_module("anechoic.outcome")
+    outcome.commit(), outcome.machine()  # they start programs, once
 
 
 # ---- images
@@ -493,8 +503,8 @@ DOORS = {
 }
 
 
-def make_seeds(folder: Path) -> None:
-    for name, door in DOORS.items():
+def make_seeds(folder: Path, doors: dict[str, Door]) -> None:
+    for name, door in doors.items():
         (folder / name).mkdir()
         door.make(folder / name)
 
@@ -635,6 +645,40 @@ def packed_weights(home: Path) -> Path:
     return home / "bomb.pth"
 
 
+def claiming_safetensors(header: dict[str, Any] | None, *, length: int | None = None) -> Callable[[Path], Path]:
+    """Return a maker of a file whose header claims tensors, or a header, far beyond the length of the file."""
+
+    def make(home: Path) -> Path:
+        text = json.dumps(header or {}).encode()
+        data = (len(text) if length is None else length).to_bytes(8, "little") + text + bytes(64)
+        (home / "claim.safetensors").write_bytes(data)
+        return home / "claim.safetensors"
+
+    return make
+
+
+def model_with(weights: Callable[[Path], Path]) -> Callable[[Path], Path]:
+    def make(home: Path) -> Path:
+        make_models(home)
+        shutil.move(weights(home), home / "vit" / "model.safetensors")
+        return home / "vit"
+
+    return make
+
+
+def tensor_claim(shape: list[int], end: int) -> dict[str, Any]:
+    return {"cls_token": {"dtype": "F32", "shape": shape, "data_offsets": [0, end]}}
+
+
+CLAIMS = {
+    "header": claiming_safetensors(None, length=1 << 62),
+    "overflow": claiming_safetensors(None, length=(1 << 64) - 1),
+    "shape": claiming_safetensors(tensor_claim([1 << 31, 1 << 31], 64)),
+    "offset": claiming_safetensors(tensor_claim([1 << 38], 1 << 40)),
+    "negative": claiming_safetensors(tensor_claim([-1, 16], -64)),
+}
+
+
 def model_saying(**changes: Any) -> Callable[[Path], Path]:
     def make(home: Path) -> Path:
         make_models(home)
@@ -691,6 +735,8 @@ SPECIALS: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "weights-pickle": ("weights", trapped_pickle),
     "weights-view": ("weights", endless_tensor),
     "weights-bomb": ("weights", packed_weights),
+    **{f"weights-{name}": ("weights", make) for name, make in CLAIMS.items()},
+    **{f"model-{name}": ("model", model_with(make)) for name, make in CLAIMS.items()},
     "model-depth": ("model", model_saying(depth=10**6)),
     "model-size": ("model", model_saying(image_size=10**9)),
     "model-nan": ("model", model_saying(mean=[float("nan")] * 3)),

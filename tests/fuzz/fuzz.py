@@ -8,6 +8,7 @@ which `make test` replays. The readers are in doors.py.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -19,15 +20,21 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from doors import Door
 
 # Before anything is imported that reads them: no network, one thread, no caches of the user.
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TQDM_DISABLE": "1"}
 
 # CPU time is limited; the wall clock only ends what waits forever.
 CPU_SECONDS, WALL_SECONDS, MEMORY = 5, 120, 1 << 30
+# Inputs that are read by one subprocess.
+BATCH = 16
 CORPUS = Path(__file__).parent / "corpus"
 RUNS_PROGRAMS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.spawn", "pty.spawn")
 
@@ -37,6 +44,11 @@ RUNS_PROGRAMS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "
 
 def isolated(action: Callable[[], str], *, home: Path) -> dict[str, Any]:
     """{"outcome": "read" | "refused" | what went wrong, "detail": ..., "memory": bytes beyond the start, "seconds"}"""
+    return isolated_batch([action], home=home)[0]
+
+
+def isolated_batch(actions: Sequence[Callable[[], str]], *, home: Path) -> list[dict[str, Any]]:
+    """Run actions one after the other in one subprocess; if it dies, that is the report of all of them."""
     reader, writer = os.pipe()
     started = time.monotonic()
     child = os.fork()
@@ -44,8 +56,8 @@ def isolated(action: Callable[[], str], *, home: Path) -> dict[str, Any]:
         os.close(reader)
         code = 1
         try:
-            report = limited(action, home)
-            os.write(writer, json.dumps(report).encode()[:60_000])
+            reports = limited(actions, home)
+            os.write(writer, json.dumps(reports).encode())
             code = 0
         finally:
             os._exit(code)
@@ -53,11 +65,15 @@ def isolated(action: Callable[[], str], *, home: Path) -> dict[str, Any]:
     status, usage = wait(child, started + WALL_SECONDS)
     with open(reader, "rb") as file:
         text = file.read()
-    report = json.loads(text) if text else {"outcome": "died", "detail": f"status {status}"}
+    seconds = usage.ru_utime + usage.ru_stime
+    if text and not os.WIFSIGNALED(status):
+        reports = json.loads(text)
+        return [{**report, "seconds": seconds if len(actions) == 1 else report["seconds"]} for report in reports]
+    outcome, detail = "died", f"status {status}"
     if os.WIFSIGNALED(status):
         hung = os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL)
-        report = {"outcome": "hung" if hung else "died", "detail": signal.Signals(os.WTERMSIG(status)).name}
-    return {"memory": 0, **report, "seconds": usage.ru_utime + usage.ru_stime}
+        outcome, detail = "hung" if hung else "died", signal.Signals(os.WTERMSIG(status)).name
+    return [{"outcome": outcome, "detail": detail, "memory": 0, "seconds": seconds} for _ in actions]
 
 
 def wait(child: int, deadline: float) -> tuple[int, Any]:
@@ -72,30 +88,37 @@ def wait(child: int, deadline: float) -> tuple[int, Any]:
         pause = min(0.05, 1.5 * pause)
 
 
-def limited(action: Callable[[], str], home: Path) -> dict[str, Any]:
-    from anechoic.errors import UserError
-
+def limited(actions: Sequence[Callable[[], str]], home: Path) -> list[dict[str, Any]]:
     offences: list[str] = []
     record_offences(offences, home)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
+    seconds = CPU_SECONDS * (len(actions) + 3) // 4
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     limit = address_space() + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
     os.dup2(silence, 2)
-    before = resident()
+    return [attempt(action, offences, detail=60_000 // len(actions) - 1000) for action in actions]
+
+
+def attempt(action: Callable[[], str], offences: list[str], *, detail: int) -> dict[str, Any]:
+    from anechoic.errors import UserError
+
+    before, started = resident(), time.process_time()
+    offences.clear()
     try:
-        outcome, detail = "read", action()
+        outcome, text = "read", action()
     except UserError as error:
-        outcome, detail = "refused", str(error)
-        if "\n" in detail or not 10 <= len(detail) <= 1000:
+        outcome, text = "refused", str(error)
+        if "\n" in text or not 10 <= len(text) <= 1000:
             outcome = "refused without a sentence"
     except BaseException:
-        outcome, detail = "traceback", traceback.format_exc()[-4000:]
+        outcome, text = "traceback", traceback.format_exc()[-4000:]
     if offences:
-        outcome, detail = "offence", "; ".join(offences[:5])
-    return {"outcome": outcome, "detail": detail, "memory": max(0, peak() - before)}
+        outcome, text = "offence", "; ".join(offences[:5])
+    used = {"memory": max(0, peak() - before), "seconds": time.process_time() - started}
+    return {"outcome": outcome, "detail": text[-detail // 6 :], **used}  # JSON may write a character in 6 bytes
 
 
 def record_offences(offences: list[str], home: Path) -> None:
@@ -265,19 +288,24 @@ def damage(root: Path, rng: random.Random) -> None:
 # ---- the run
 
 
-def try_input(door: str, path: Path, home: Path) -> dict[str, Any]:
-    from doors import DOORS
+def entering(door: str, path: Path, home: Path) -> Callable[[], str]:
+    from checked_doors import ALL_DOORS
 
     def enter() -> str:
         os.chdir(home)
         os.environ["ANECHOIC_CACHE"] = str(home / "cache")
-        return str(DOORS[door].enter(path))
+        return str(ALL_DOORS[door].enter(path))
 
-    return isolated(enter, home=home)
+    return enter
+
+
+def try_input(door: str, path: Path, home: Path) -> dict[str, Any]:
+    return isolated(entering(door, path, home), home=home)
 
 
 def is_good(report: dict[str, Any]) -> bool:
-    return report["outcome"] in ("read", "refused") and report["memory"] < MEMORY
+    within = report["memory"] < MEMORY and report["seconds"] <= CPU_SECONDS
+    return report["outcome"] in ("read", "refused") and within
 
 
 def keep(door: str, name: str, path: Path, report: dict[str, Any]) -> None:
@@ -322,44 +350,78 @@ def kept(folder: Path, home: Path) -> Path:
     return path
 
 
+Job = tuple[str, str, Callable[[Path], Path]]  # its door, its name, and what makes it
+
+
 def fuzz(*, inputs: int, seed: int, only: str | None = None, keep_failures: bool = True) -> dict[str, Any]:
     """Read every special input once, then corrupted ones of every reader in turn; return counts and failures."""
-    from doors import DOORS, SPECIALS, load_everything, make_seeds
+    from checked_doors import ALL_DOORS
+    from doors import SPECIALS, load_everything, make_seeds
 
     load_everything()
+    gc.collect()
+    gc.freeze()  # a fork copies what its garbage collector touches
     workshop = Path(tempfile.mkdtemp(prefix="fuzz-"))
     failures, outcomes, worst = [], Counter(), {"memory": 0, "seconds": 0.0}
     try:
         seeds = workshop / "seeds"
         seeds.mkdir()
-        made = isolated_making(lambda: make_seeds(seeds))
+        doors = {name: door for name, door in ALL_DOORS.items() if only in (None, name)}
+        made = isolated_making(lambda: make_seeds(seeds, doors))
         if made:
             raise SystemExit(f"The seeds could not be made: {made}")
-        doors = [name for name in DOORS if only in (None, name)]
-        jobs: list[tuple[str, str, Callable[[Path], Path]]] = [
+        specials: list[Job] = [
             (door, f"special-{name}", make) for name, (door, make) in SPECIALS.items() if door in doors
         ]
-        for number in range(max(0, inputs - len(jobs))):
-            door = doors[number % len(doors)]
-            jobs.append((door, f"{seed}-{number}", damaged_copy(seeds / door, f"{seed}-{number}")))
-        for done, (door, name, make) in enumerate(jobs, 1):
-            home = workshop / "home"
-            home.mkdir()
-            path = made_aside(make, home)
-            report = try_input(door, path, home)
-            outcomes[f"{door}: {report['outcome']}"] += 1
-            worst = {key: max(worst[key], report[key]) for key in worst}
-            if not is_good(report):
-                failures.append({"door": door, "name": name, **report})
-                print(f"{door} {name}: {report['outcome']}\n{report['detail'][-1500:]}", flush=True)
-                if keep_failures:
-                    keep(door, name, path, report)
-            shutil.rmtree(home)
-            if done % 500 == 0:
-                print(f"{done} of {len(jobs)} inputs, {len(failures)} failures", flush=True)
+        batches: list[list[Job]] = [[job] for job in specials]
+        for position, door in enumerate(doors):
+            numbers = range(position, max(0, inputs - len(specials)), len(doors))
+            jobs = [(door, f"{seed}-{k}", damaged_copy(seeds / door, f"{seed}-{k}", doors[door])) for k in numbers]
+            batches += [jobs[k : k + BATCH] for k in range(0, len(jobs), BATCH)]
+        done = 0
+        for batch in batches:
+            for (door, name, _), report, path in reports_of(batch, workshop):
+                outcomes[f"{door}: {report['outcome']}"] += 1
+                worst = {key: max(worst[key], report[key]) for key in worst}
+                if not is_good(report):
+                    failures.append({"door": door, "name": name, **report})
+                    print(f"{door} {name}: {report['outcome']}\n{report['detail'][-1500:]}", flush=True)
+                    if keep_failures:
+                        keep(door, name, path, report)
+            done += len(batch)
+            if done // 500 > (done - len(batch)) // 500:
+                print(f"{done} of {sum(map(len, batches))} inputs, {len(failures)} failures", flush=True)
     finally:
         shutil.rmtree(workshop, ignore_errors=True)
-    return {"inputs": len(jobs), "failures": failures, "outcomes": dict(sorted(outcomes.items())), **worst}
+    return {"inputs": done, "failures": failures, "outcomes": dict(sorted(outcomes.items())), **worst}
+
+
+def reports_of(batch: Sequence[Job], workshop: Path) -> Iterator[tuple[Job, dict[str, Any], Path]]:
+    """Yield each input's report and path. If one of several fails, all are read again, each in its own subprocess."""
+    with folder_for(workshop) as home:
+        if len(batch) > 1:
+            actions = []
+            for k, (door, _, make) in enumerate(batch):
+                (home / str(k)).mkdir()
+                actions.append(entering(door, make(home / str(k)), home / str(k)))
+            reports = isolated_batch(actions, home=home)
+            if all(map(is_good, reports)):
+                yield from ((job, report, home) for job, report in zip(batch, reports, strict=True))
+                return
+    for job in batch:
+        with folder_for(workshop) as home:
+            path = made_aside(job[2], home)
+            yield job, try_input(job[0], path, home), path
+
+
+@contextmanager
+def folder_for(workshop: Path) -> Iterator[Path]:
+    home = workshop / "home"
+    home.mkdir()
+    try:
+        yield home
+    finally:
+        shutil.rmtree(home)
 
 
 def replay() -> int:
@@ -403,7 +465,7 @@ def made_aside(make: Callable[[Path], Path], home: Path) -> Path:
     return Path(note.read_text())
 
 
-def damaged_copy(seed: Path, word: str) -> Callable[[Path], Path]:
+def damaged_copy(seed: Path, word: str, door: Door) -> Callable[[Path], Path]:
     def make(home: Path) -> Path:
         rng = random.Random(word)
         variants = sorted(seed.iterdir())
@@ -413,15 +475,19 @@ def damaged_copy(seed: Path, word: str) -> Callable[[Path], Path]:
             shutil.copytree(chosen, path, symlinks=True)
         else:
             shutil.copy2(chosen, path)
-        damage(path, rng)
+        (door.damage or damage)(path, rng)
         return path
 
     return make
 
 
+def cpu_seconds() -> float:
+    return sum(os.times()[:4])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--inputs", type=int, default=5000)
+    parser.add_argument("--inputs", type=int, default=8000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--door", default=None)
     arguments = parser.parse_args()
@@ -432,7 +498,7 @@ def main() -> int:
     print(
         f"{found['inputs']} inputs, seed {arguments.seed}: {len(found['failures'])} failures; at most "
         f"{found['memory'] / 2**20:.0f} MB and {found['seconds']:.1f} CPU seconds for one; "
-        f"{time.monotonic() - started:.0f} s in all."
+        f"{time.monotonic() - started:.0f} s in all, {cpu_seconds():.0f} CPU seconds."
     )
     return 1 if found["failures"] else 0
 
