@@ -82,8 +82,8 @@ cache-law: install
 	OMP_NUM_THREADS=1 TQDM_DISABLE=1 $(BIN)/python tests/storage/cache_law.py --cases $(LAW_CASES) --seed $(LAW_SEED)
 
 # Fault injection in real trainings, which must end with the same bytes as undisturbed ones. The seed is printed.
-CRASH_FAULTS ?= 200
-CRASH_TRAININGS ?= 35
+CRASH_FAULTS ?= 300
+CRASH_TRAININGS ?= 50
 CRASH_SEED ?= 1
 crash-test: install
 	OMP_NUM_THREADS=1 $(BIN)/python tests/crash/crash_test.py --faults $(CRASH_FAULTS) --trainings $(CRASH_TRAININGS) --seed $(CRASH_SEED)

@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet
 import sklearn.datasets  # noqa: F401
-from faults import BATCH, BETWEEN, WHILE_IT_RUNS, WITH_A_DISK_OF_ITS_OWN, OrphanError, Training, Undo
+from faults import BATCH, BETWEEN, OF_THE_FOLDER, WHILE_IT_RUNS, WITH_A_DISK_OF_ITS_OWN, OrphanError, Training, Undo
 from PIL import Image
 
 from anechoic.runtime import checkpoint
@@ -100,8 +100,9 @@ def disturb(training: Training, name: str) -> str:
     jump = training.rng.choice([-86_400.0, 86_400.0]) if name == "clock jump" else 0.0
     if name in BETWEEN:
         undo = BETWEEN[name](training)
+    failing = training.rng.randrange(1, 60) if name == "flush to disk fails" else 0
     fresh = name == "SIGKILL to the command" and training.rng.random() < 0.2
-    pid = training.start_interpreter() if fresh else training.start(clock_jump=jump)
+    pid = training.start_interpreter() if fresh else training.start(clock_jump=jump, failing_sync=failing)
     running = {**WHILE_IT_RUNS, **WITH_A_DISK_OF_ITS_OWN}.get(name)
     hit = training.wait_for_moment(pid)
     if running is not None and hit:
@@ -109,6 +110,12 @@ def disturb(training: Training, name: str) -> str:
     elif running is None and hit:
         os.kill(pid, signal.SIGTERM)  # so that there is a training left to disturb
     code, words = training.finish(pid), training.log.read_text()
+    while training.others:
+        other, number = training.others.pop()
+        assert_one_of_two(other.finish(number), other.log.read_text())
+        if "is in use by process" in words:  # the other one was first
+            assert is_refusal(code, words), words
+            return "refused"
     refused = undo is not None and code == 2
     if undo is not None and (refused or name == "image changed or lost"):
         undo()  # a run repairs its own files, never the images
@@ -117,10 +124,16 @@ def disturb(training: Training, name: str) -> str:
         return "refused"
     expected = (0, 128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
     killed = is_refusal(code, words) and ("was ended by" in words or "was killed" in words)
-    full = is_refusal(code, words) and name in WITH_A_DISK_OF_ITS_OWN
-    assert code in expected or killed or full, f"{name}: exit code {code}\n{words}"
+    full = is_refusal(code, words) and (name in WITH_A_DISK_OF_ITS_OWN or name == "flush to disk fails")
+    changed = is_refusal(code, words) and name == "image changed meanwhile"
+    assert code in expected or killed or full or changed, f"{name}: exit code {code}\n{words}"
     assert "Traceback" not in words, f"{name}\n{words}"
     return "finished" if code == 0 else "stopped"
+
+
+def assert_one_of_two(code: int, words: str) -> None:
+    """Of two commands on one run, one may be refused because of the other."""
+    assert code == 0 or (is_refusal(code, words) and "is in use by process" in words), words
 
 
 def content(run: Path) -> dict[str, object]:
@@ -204,7 +217,13 @@ def crash_test(
     sources = make_data(work / "data")
     plans = {name: command for name, command in scenarios(sources).items() if only in name}
     straight: dict[str, dict[str, object]] = {}
-    names = [*WHILE_IT_RUNS, *BETWEEN, "clock jump", *(WITH_A_DISK_OF_ITS_OWN if own_disks else {})]
+    names = [
+        *WHILE_IT_RUNS,
+        *BETWEEN,
+        "clock jump",
+        "flush to disk fails",
+        *(WITH_A_DISK_OF_ITS_OWN if own_disks else {}),
+    ]
     queue = [names[k % len(names)] for k in range(faults)]
     rng.shuffle(queue)
     for number in range(trainings):
@@ -220,8 +239,7 @@ def crash_test(
             straight[plan] = content(undisturbed.run)
         share = queue[number * faults // trainings : (number + 1) * faults // trainings]
         share = [
-            "checkpoint file damaged" if name == "image changed or lost" and "folder" not in plan else name
-            for name in share
+            "checkpoint file damaged" if name in OF_THE_FOLDER and "folder" not in plan else name for name in share
         ]
         started = time.monotonic()
         result = "equal" if carry_through(training, share, straight[plan], tally) else "BROKEN"
@@ -263,8 +281,8 @@ def may_mount() -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--faults", type=int, default=200)
-    parser.add_argument("--trainings", type=int, default=35)
+    parser.add_argument("--faults", type=int, default=300)
+    parser.add_argument("--trainings", type=int, default=50)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--only", default="", help="trainings whose description contains this")
     options = parser.parse_args()

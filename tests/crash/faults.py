@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -46,16 +47,20 @@ class Training:
     rng: random.Random
     log: Path
     notes: list[str] = field(default_factory=list)
+    others: list[tuple[Training, int]] = field(default_factory=list)
 
-    def start(self, *, clock_jump: float = 0.0) -> int:
-        """Fork a process with its own session that runs the command; return its id."""
+    def start(self, *, clock_jump: float = 0.0, failing_sync: int = 0) -> int:
+        """Fork a process with its own session that runs the command; return its id.
+
+        failing_sync: from this flush to disk on, a few fail as on a full disk.
+        """
         self.log.write_bytes(b"")  # it may be killed before it opens the file
         pid = os.fork()
         if pid:
             return pid
         code = 1
         try:
-            code = self._become_training(clock_jump)
+            code = self._become_training(clock_jump, failing_sync)
         except KeyboardInterrupt:
             code = 128 + signal.SIGINT
         except BaseException:
@@ -63,7 +68,7 @@ class Training:
         finally:  # this copy of the driver must not continue
             os._exit(code)
 
-    def _become_training(self, clock_jump: float) -> int:
+    def _become_training(self, clock_jump: float, failing_sync: int) -> int:
         os.setsid()
         output = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
@@ -71,6 +76,8 @@ class Training:
         if clock_jump:
             real, born = time.time, time.time()
             time.time = lambda: real() + (clock_jump if real() - born > 0.5 else 0.0)  # type: ignore[assignment]
+        if failing_sync:
+            fail_syncs(failing_sync)
         # Ranks need not import the driver as their main module.
         sys.modules["__main__"] = types.ModuleType("__main__")
         sys.argv = ["anechoic", "train", *self.command, "--out", str(self.run)]
@@ -127,6 +134,20 @@ class Training:
     def seen(self) -> int:
         found = checkpoint.checkpoints(self.run / "checkpoints")
         return int(found[-1].name) if found else 0
+
+
+def fail_syncs(first: int, number: int = 3) -> None:
+    """Let some calls of fsync fail in this process: every file that is written passes there before it is renamed."""
+    sync, calls = os.fsync, 0
+
+    def fail(descriptor: int) -> None:
+        nonlocal calls
+        calls += 1
+        if first <= calls < first + number:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(descriptor)
+
+    os.fsync = fail
 
 
 # ---- faults while it runs
@@ -189,6 +210,13 @@ def make_read_only(training: Training, pid: int) -> None:
     subprocess.run(["umount", "-l", folder], check=True)
 
 
+def change_image(training: Training, pid: int) -> None:
+    """Change an image of the folder while it is trained on; its size and time stay."""
+    undo = damage_data(training, delete=False)
+    time.sleep(0.5 * training.rng.random())
+    undo()
+
+
 WHILE_IT_RUNS: dict[str, Callable[[Training, int], None]] = {
     "SIGKILL to the command": send(signal.SIGKILL),
     "SIGKILL to a rank or worker": kill_a_descendant,
@@ -199,6 +227,7 @@ WHILE_IT_RUNS: dict[str, Callable[[Training, int], None]] = {
     "Ctrl-C twice": send(signal.SIGINT, group=True, times=2),
     "SIGSTOP and SIGCONT": pause,
     "a second process": intrude,
+    "image changed meanwhile": change_image,
 }
 WITH_A_DISK_OF_ITS_OWN = {"full disk": fill_disk, "read-only checkpoints": make_read_only}
 
@@ -271,11 +300,11 @@ def damage_run_file(training: Training) -> Undo:
     return undo
 
 
-def damage_data(training: Training) -> Undo:
+def damage_data(training: Training, *, delete: bool = True) -> Callable[[], None]:
     """Delete an image, or change its content at equal size and time."""
     path = Path(training.rng.choice(sorted(Path(training.sources["folder"]).iterdir())))
     before, status, parent = path.read_bytes(), path.stat(), path.parent.stat()
-    if training.rng.random() < 0.5:
+    if delete and training.rng.random() < 0.5:
         path.unlink()
     else:
         path.write_bytes(before[:-20] + bytes([before[-20] ^ 255]) + before[-19:])
@@ -295,10 +324,30 @@ def delete_pixel_cache(training: Training) -> Undo:
     return None
 
 
+def damage_cache(training: Training) -> Undo:
+    """Damage a file of the cache, which is made again."""
+    files = sorted(path for path in Path(os.environ["ANECHOIC_CACHE"]).rglob("*") if path.is_file())
+    files = [path for path in files if path.stat().st_size]
+    if files:
+        training.notes.append(damage_file(training.rng.choice(files), training.rng))
+    return None
+
+
+def start_another(training: Training) -> Undo:
+    """Start the same command at the same moment; one of the two gets the run."""
+    other = Training(training.command, training.run, training.sources, training.rng, training.log.with_suffix(".other"))
+    training.others.append((other, other.start()))
+    return None
+
+
 BETWEEN: dict[str, Callable[[Training], Undo]] = {
     "checkpoint file damaged": damage_checkpoint,
     "state.json edited": edit_state,
     "run file damaged": damage_run_file,
     "image changed or lost": damage_data,
     "pixel cache deleted": delete_pixel_cache,
+    "cache file damaged": damage_cache,
+    "two commands at once": start_another,
 }
+# Faults of the images in a folder, for trainings from it.
+OF_THE_FOLDER = ("image changed or lost", "image changed meanwhile")
