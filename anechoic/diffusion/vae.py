@@ -23,7 +23,7 @@ from anechoic.data.source import BadImage, Source
 from anechoic.errors import UserError
 from anechoic.storage.files import write_aside
 from anechoic.storage.fingerprint import hash_tensors
-from anechoic.storage.safe_io import read_table, refuse_giants, refuse_odd_files, refuse_unbacked
+from anechoic.storage.safe_io import read_table, reason, refuse_giants, refuse_odd_files, refuse_unbacked
 
 
 def load_vae(name: str, *, device: torch.device | str = "cpu") -> Any:
@@ -44,15 +44,11 @@ def load_vae(name: str, *, device: torch.device | str = "cpu") -> Any:
     # diffusers meets damaged folders with almost any exception.
     except Exception as error:
         remedy = "save it again" if local else "check the name, or give a local folder"
-        raise UserError(f"No autoencoder could be loaded from {name} ({first_line(error)}); {remedy}.") from error
+        raise UserError(f"No autoencoder could be loaded from {name} ({reason(error)}); {remedy}.") from error
     lost = [*info["missing_keys"], *info["mismatched_keys"]]
     if lost:
         raise UserError(f"The weights in {name} do not fit its config.json ({lost[0]} and {len(lost) - 1} more).")
     return vae.eval().requires_grad_(False).to(device)
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0].rstrip(".") or type(error).__name__
 
 
 def refuse_other_folder(path: Path) -> None:

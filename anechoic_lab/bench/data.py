@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import random
 import tempfile
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from anechoic.config import IMAGENET_MEAN, IMAGENET_STD
-from anechoic.data import Loader, Scenes, Source, decoding, open_source
+from anechoic.data import Augment, Loader, Scenes, Source, decoding, open_source
 from anechoic.data.files import Files
 from anechoic.data.preprocess import Preprocess
 from anechoic.errors import UserError
@@ -68,6 +69,7 @@ def run(options: Options) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(options.images) if options.images else make_jpegs(Path(temporary))
         rows = jpeg_rows(folder, rounds=options.rounds, workers=options.workers)
+        rows += identity_rows(folder, rounds=options.rounds)
     small = open_source(options.small) if options.small else Scenes(MADE_UP_SMALL, size=32)
     return [*rows, step_row(small, rounds=options.rounds)]
 
@@ -124,6 +126,42 @@ def jpeg_rows(folder: Path, *, rounds: int, workers: int) -> list[dict[str, Any]
             memory_mb=memory[name],
         )
         for name in ways
+    ]
+
+
+def identity_rows(folder: Path, *, rounds: int) -> list[dict[str, Any]]:
+    """A pass over all files, decoded and cropped, with their identity by content and without."""
+
+    def work(*, identified: bool, cache: str) -> None:
+        before = os.environ.get("ANECHOIC_CACHE")
+        os.environ["ANECHOIC_CACHE"] = cache
+        try:
+            source = open_source(folder)
+            if identified:
+                _ = source.fingerprint
+            for _ in Loader(
+                source, image_size=JPEG_SIZE, batch_size=BATCH, augment=Augment(kind="center"), cache=False
+            ):
+                pass
+        finally:
+            os.environ.pop("ANECHOIC_CACHE") if before is None else os.environ.update(ANECHOIC_CACHE=before)
+
+    def first_pass() -> None:
+        with tempfile.TemporaryDirectory() as empty:
+            work(identified=True, cache=empty)
+
+    count, plain = len(open_source(folder)), "without hashes"
+    with tempfile.TemporaryDirectory() as cache:
+        contestants: dict[str, Callable[[], object]] = {
+            plain: lambda: work(identified=False, cache=cache),
+            "all files hashed": first_pass,
+            "hashes known": lambda: work(identified=True, cache=cache),
+        }
+        timing = interleave(contestants, rounds=rounds)
+    return [
+        row(f"a pass over {count} files, {name}", timing, ours=name, peer=plain, items=count)
+        for name in contestants
+        if name != plain
     ]
 
 
