@@ -137,14 +137,15 @@ def identity_rows(folder: Path, *, rounds: int) -> list[dict[str, Any]]:
         os.environ["ANECHOIC_CACHE"] = cache
         try:
             source = open_source(folder)
-            if identified:
-                _ = source.fingerprint
+            assert not identified or source.fingerprint
             for _ in Loader(
                 source, image_size=JPEG_SIZE, batch_size=BATCH, augment=Augment(kind="center"), cache=False
             ):
                 pass
         finally:
-            os.environ.pop("ANECHOIC_CACHE") if before is None else os.environ.update(ANECHOIC_CACHE=before)
+            os.environ.pop("ANECHOIC_CACHE")
+            if before is not None:
+                os.environ["ANECHOIC_CACHE"] = before
 
     def first_pass() -> None:
         with tempfile.TemporaryDirectory() as empty:
