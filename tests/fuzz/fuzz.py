@@ -62,7 +62,7 @@ def isolated_batch(actions: Sequence[Callable[[], str]], *, home: Path) -> list[
         finally:
             os._exit(code)
     os.close(writer)
-    status, usage = wait(child, started + WALL_SECONDS)
+    status, usage = wait(child, started + WALL_SECONDS * (len(actions) + 1) // 2)
     with open(reader, "rb") as file:
         text = file.read()
     seconds = usage.ru_utime + usage.ru_stime
@@ -92,7 +92,7 @@ def limited(actions: Sequence[Callable[[], str]], home: Path) -> list[dict[str, 
     offences: list[str] = []
     record_offences(offences, home)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    seconds = CPU_SECONDS * (len(actions) + 3) // 4
+    seconds = CPU_SECONDS * (len(actions) + 1) // 2
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     limit = address_space() + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
