@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from tqdm import tqdm
+from tqdm.std import tqdm
 
 from anechoic.errors import UserError
 

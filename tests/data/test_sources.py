@@ -21,6 +21,7 @@ from anechoic.data.archives import expand_braces, without_common_folder
 from anechoic.data.files import scan
 from anechoic.data.source import Names
 from anechoic.errors import UserError
+from anechoic.storage.safe_io import OUTSIDE
 
 NAMES = ["cat/a b.png", "cat/é-ü.png", "dog/deep/er/图片.png", "dog/x.png", "dog/y.png"]
 
@@ -173,7 +174,8 @@ def table(folder: Path):
     return datasets.Dataset.from_dict(rows, features=features)
 
 
-def test_parquet_and_hub_folders(folder: Path, tmp_path: Path) -> None:
+def test_parquet_and_hub_folders(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv(OUTSIDE, "1")  # the tables name files of another folder
     rows = table(folder)
     parquet = tmp_path / "set" / "train.parquet"
     parquet.parent.mkdir()

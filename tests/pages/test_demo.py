@@ -54,6 +54,7 @@ def patched():
     options = {**small.model.options, "dim": 24, "depth": 3, "num_heads": 2, "decoder_depth": 1}
     small = replace(small, model=replace(small.model, options=options))
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "PRETRAINED", Path("no pair"))
         patch.setattr(demo, "SOURCE", SOURCE)
         patch.setattr(demo, "recipe", lambda name: small)
         patch.setattr(demo_page, "MAPPED_OBJECTS", 20)
