@@ -90,7 +90,7 @@ MASKED = (
 ORTHOGONAL = (*MASKED, "--optim.algorithm", "muon")
 DENOISER = ("pocket_uvit_digits_cond", "--model.options", "dim=16", "depth=2", "num_heads=2")
 SETTINGS = [
-    *("--seed", "3", "--threads", "1", "--optim.ema", "0.99", "--validation.knn", "0"),
+    *("--seed", "3", "--threads", "1", "--optim.ema", "0.97", "--validation.knn", "0"),
     *("--optim.batch-size", str(COMMAND_BATCH), "--optim.epochs", "None"),
     *("--optim.samples", str(COMMAND_STEPS * COMMAND_BATCH)),
     # Reports, validations and checkpoints at points that do not coincide.
