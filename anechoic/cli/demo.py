@@ -15,7 +15,7 @@ log = logging.getLogger("anechoic")
 
 
 @command
-def demo(*, out: Out = "runs/demo", samples: int = 64_000, seed: Seed = 0) -> Outcome:
+def demo(*, out: Out = "runs/demo", samples: int = 38_400, seed: Seed = 0) -> Outcome:
     """Compare a residual and a decayed autoencoder of embedded emoji on a page, and train a fresh pair meanwhile.
 
     If a trained pair comes with the package, the page opens with it. A fresh pair is then trained for minutes, and its
