@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from PIL import Image
 
 import anechoic
+from anechoic.cli.main import main
 from anechoic.data import open_source
 from anechoic.data.preprocess import Preprocess
 from anechoic.errors import UserError
@@ -20,7 +22,7 @@ from anechoic.eval.eval_data import open_eval_data
 from anechoic.eval.evaluator import EvalSpec, Evaluator
 from anechoic.eval.metrics import registry
 from anechoic.eval.metrics.knn import knn_accuracy
-from anechoic.eval.metrics.registry import METRICS, Metric, metric_table
+from anechoic.eval.metrics.registry import METRICS, Metric
 from anechoic.models import build_model
 from anechoic.models.packed import in_groups
 from anechoic.pages.run_page import layer_parts
@@ -133,8 +135,8 @@ def brightness_metric(subject):
 """
 
 
-def test_new_metric_is_one_file_and_one_row(encoder, digits, monkeypatch, tmp_path):
-    """It is measured, listed by `metric_table` and a column of the report's layer table."""
+def test_new_metric_is_one_file_and_one_row(encoder, digits, monkeypatch, tmp_path, capsys):
+    """It is measured, listed by `evaluate --metrics help` and a column of the report's layer table."""
     (tmp_path / "brightness_metric.py").write_text(METRIC_FILE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(registry, "METRICS", dict(METRICS))
@@ -143,8 +145,8 @@ def test_new_metric_is_one_file_and_one_row(encoder, digits, monkeypatch, tmp_pa
     )
     anechoic.register_metric("brightness", row)
 
-    listed = {"name": "brightness", "per": "features", "needs": "", "description": "mean of all channels"}
-    assert listed in metric_table()
+    assert main(["evaluate", "--metrics", "help"]) == 0
+    assert re.search(r"^brightness +mean of all channels", capsys.readouterr().out, flags=re.M)
     found = Evaluator(EvalSpec(("knn", "brightness"), max_train=50, max_test=20)).run(encoder, digits)
     assert all({"knn", "brightness"} <= row.keys() for row in found.rows)
 
