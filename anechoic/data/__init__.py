@@ -23,7 +23,7 @@ from anechoic.data.remote_files import is_url
 from anechoic.data.shards import INDEX, open_indexed, open_remote
 from anechoic.data.source import IMAGE_SUFFIXES, BadImage, EncodedSource, Source, Subset, common_labels
 from anechoic.data.split import draw
-from anechoic.data.stored import READERS
+from anechoic.data.stored import READERS, format_of, is_zarr, suffix_of
 from anechoic.data.stored_files import StoredFiles
 from anechoic.data.tables import Parquet, open_hub
 from anechoic.errors import UserError, nearest_name
@@ -41,6 +41,7 @@ __all__ = [
     "Undecodable",
     "common_labels",
     "decode",
+    "is_embedded",
     "limited",
     "open_source",
     "with_pixels",
@@ -116,6 +117,11 @@ def open_source(
     return found
 
 
+def is_embedded(source: str) -> bool:
+    """Return whether a source is part of the package."""
+    return split_limit(source)[1].split(":")[0] in EMBEDDED
+
+
 def limited(source: str | Path, limit: int) -> str:
     """Return the name of `limit` images of a source, for `open_source` and wherever data is named."""
     if limit < 1:
@@ -183,6 +189,8 @@ def _open(source: str | Path, *, labels: bool, channels: int, pixels: PixelConfi
 
 
 def _open_directory(path: Path, *, labels: bool, channels: int) -> Source:
+    if is_zarr(path) and not labels:
+        return open_paths(path.absolute().parent, [path.absolute().name], channels=channels, where=str(path))
     if (path / INDEX).is_file():
         return open_indexed(str(path), labels=labels, channels=channels)
     tables = sorted(path.glob("*.parquet"))
@@ -194,14 +202,14 @@ def _open_directory(path: Path, *, labels: bool, channels: int) -> Source:
 
 
 def _open_file(path: Path, *, labels: bool, channels: int, pixels: PixelConfig) -> Source:
-    suffix = path.suffix.lower()
+    suffix = suffix_of(path)
     if suffix == ".parquet":
         return Parquet([path], labels=labels, channels=channels)
     if suffix in (".npy", ".npz"):
         return open_array(path, labels=labels, channels=channels, pixels=pixels)
     if suffix in FILE_READERS:
         return FILE_READERS[suffix](path, labels=labels, channels=channels)
-    if (suffix in IMAGE_SUFFIXES or suffix in READERS) and not labels:
+    if (suffix in IMAGE_SUFFIXES or format_of(path) in READERS) and not labels:
         return open_paths(path.parent, [path.name], channels=channels, where=str(path))
     kinds = ", ".join([*FILE_READERS, ".npy", ".npz", ".parquet"])
     raise UserError(

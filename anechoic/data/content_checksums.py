@@ -8,9 +8,11 @@ entered in the table, since it may change again within the resolution of its tim
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
@@ -18,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 from tqdm.auto import tqdm
-from xxhash import xxh3_128_digest
+from xxhash import xxh3_64_intdigest, xxh3_128, xxh3_128_digest
 
 from anechoic.errors import UserError
 from anechoic.storage.cache import hash_descriptor, open_entry
@@ -40,6 +42,28 @@ def stamp_of(status: os.stat_result) -> tuple[int, int, int, int, int]:
     return (status.st_dev & mask, status.st_ino & mask, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
+def stamp_at(path: str) -> tuple[int, int, int, int, int]:
+    """Return the stamp of a file, or of a folder that is one image: its files' number, size, stamps and last change."""
+    status = os.stat(path)
+    if not stat.S_ISDIR(status.st_mode):
+        return stamp_of(status)
+    stamps = [stamp_of(os.stat(file)) for file in files_below(path)]
+    content = xxh3_64_intdigest(np.array(stamps, np.int64).tobytes()) >> 1
+    last = max((found[4] for found in stamps), default=status.st_ctime_ns)
+    return (*stamp_of(status)[:2], sum(found[2] for found in stamps), content, max(last, status.st_ctime_ns))
+
+
+def files_below(folder: str) -> Iterator[str]:
+    """Yield the files of a folder in sorted order; OSError for what is none (a pipe, a link to a folder)."""
+    for root, folders, names in os.walk(folder):
+        folders.sort()
+        for name in sorted([*names, *(entry for entry in folders if os.path.islink(os.path.join(root, entry)))]):
+            path = os.path.join(root, name)
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", path)
+            yield path
+
+
 def is_settled(stamp: Sequence[int] | np.ndarray) -> bool:
     """Return whether the last change is old enough; modification times may be set to any date, change times not."""
     return stamp[3 if os.name == "nt" else 4] < (time.time() - SETTLED) * 1e9
@@ -48,6 +72,8 @@ def is_settled(stamp: Sequence[int] | np.ndarray) -> bool:
 def hash_path(path: str) -> tuple[tuple[int, int, int, int, int], bytes]:
     """Return the stamp and the hash of a file; of an unreadable one no stamp, and a hash of the reason."""
     try:
+        if os.path.isdir(path):
+            return _hash_folder(path)
         with open_regular(path) as file:
             stamp = stamp_of(os.fstat(file.fileno()))
             found = hash_descriptor(file.fileno())
@@ -55,6 +81,15 @@ def hash_path(path: str) -> tuple[tuple[int, int, int, int, int], bytes]:
     except (OSError, ValueError) as error:
         return (0, 0, 0, 0, 0), xxh3_128_digest(f"unreadable: {type(error).__name__}".encode())
     return ((0, 0, 0, 0, 0) if changed else stamp), found
+
+
+def _hash_folder(folder: str) -> tuple[tuple[int, int, int, int, int], bytes]:
+    """Return the stamp of a folder and a hash of the names and content of its files."""
+    stamp, state = stamp_at(folder), xxh3_128()
+    for path in files_below(folder):
+        with open_regular(path) as file:
+            state.update(os.fsencode(os.path.relpath(path, folder)) + b"\0" + hash_descriptor(file.fileno()))
+    return ((0, 0, 0, 0, 0) if stamp_at(folder) != stamp else stamp), state.digest()
 
 
 class FileHashes:
@@ -73,7 +108,7 @@ class FileHashes:
         rows = np.zeros(len(self.names), ROW)
         stamps = self._stamps
         if stamps is None:
-            stamps = np.array([_stat(self.path(k)) for k in range(len(rows))], np.int64).reshape(-1, 5)
+            stamps = np.array([stamp_or_none(self.path(k)) for k in range(len(rows))], np.int64).reshape(-1, 5)
         rows["stamp"] = np.ascontiguousarray(stamps).view("S40").ravel()
         known = _look_up(rows)
         missing = np.flatnonzero(~known).tolist()
@@ -107,7 +142,7 @@ class FileHashes:
         if "rows" not in self.__dict__:
             return
         path, row = self.path(number), self.rows[number]
-        stamp = np.array(_stat(path), np.int64).tobytes()
+        stamp = np.array(stamp_or_none(path), np.int64).tobytes()
         if stamp.rstrip(b"\0") != row["stamp"]:
             found_stamp, found = hash_path(path)
             if any(found_stamp) and found != row["hash"].tobytes():
@@ -121,9 +156,10 @@ class FileHashes:
         )
 
 
-def _stat(path: str) -> tuple[int, int, int, int, int]:
+def stamp_or_none(path: str) -> tuple[int, int, int, int, int]:
+    """Return the stamp of a file or folder; zeros if it cannot be read."""
     try:
-        return stamp_of(os.stat(path))
+        return stamp_at(path)
     except (OSError, ValueError):
         return (0, 0, 0, 0, 0)
 

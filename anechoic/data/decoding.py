@@ -46,11 +46,10 @@ IMAGE_SUFFIXES += ((".avif",) if "AVIF" in FORMATS else ()) + ((".heic", ".heif"
 IGNORED_SUFFIXES = {
     **dict.fromkeys((".heic", ".heif"), HEIC_REMEDY),
     ".avif": "AVIF needs a newer Pillow: pip install --upgrade pillow",
-    **dict.fromkeys((".dcm", ".dicom"), 'DICOM needs an extra package: pip install "anechoic[dicom]"'),
     **dict.fromkeys((".svg", ".psd", ".jxl", ".jp2", ".exr", ".hdr"), "convert them to PNG or JPEG"),
     **dict.fromkeys((".cr2", ".cr3", ".nef", ".arw", ".dng", ".orf", ".raf", ".rw2"), "develop them to JPEG"),
 }
-for known in (*IMAGE_SUFFIXES, *([".dcm", ".dicom"] if find_spec("pydicom") else [])):
+for known in IMAGE_SUFFIXES:
     IGNORED_SUFFIXES.pop(known, None)
 
 

@@ -6,8 +6,6 @@ Gray values are float32 after the rescaling (Hounsfield units of a CT, for examp
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +15,7 @@ from pydicom.pixels import apply_color_lut, apply_modality_lut, get_decoder, pix
 
 from anechoic.data.pixels import Undecodable
 from anechoic.data.stored import Box, StoredImage, crop, file_or_memory, numbered
-from anechoic.storage.safe_io import MAX_IMAGE_BYTES, read_regular, reason
+from anechoic.storage.safe_io import MAX_IMAGE_BYTES, read_regular
 
 PIXELS = ("PixelData", "FloatPixelData", "DoubleFloatPixelData")
 
@@ -31,17 +29,7 @@ def open_image(file: str | Path | bytes) -> StoredImage:
         raise Undecodable("it is no DICOM file (its header is missing); save it again or remove it") from problem
     if not any(name in data for name in PIXELS) or "Rows" not in data or "Columns" not in data:
         raise Undecodable("it has no pixels (a report, plan or directory); remove it")
-    with damage_as_undecodable():
-        return DicomImage(data)
-
-
-@contextmanager
-def damage_as_undecodable() -> Iterator[None]:
-    """Turn what pydicom raises for damaged tags and pixels into one sentence."""
-    try:
-        yield
-    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, NotImplementedError) as problem:
-        raise Undecodable(f"its pixels cannot be decoded ({reason(problem)}); save it again or remove it") from problem
+    return DicomImage(data)
 
 
 class DicomImage(StoredImage):
@@ -67,8 +55,7 @@ class DicomImage(StoredImage):
         self.names = numbered(1 if self.gray else 3)
 
     def read(self, frame: int, box: Box) -> np.ndarray:
-        with damage_as_undecodable():
-            return crop(self._frame(frame), box).transpose(2, 0, 1)
+        return crop(self._frame(frame), box).transpose(2, 0, 1)
 
     def _frame(self, frame: int) -> np.ndarray:
         """Return (H, W, C) of a frame."""

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from anechoic.data.content_checksums import FileHashes, stamp_of
-from anechoic.data.decoding import IGNORED_SUFFIXES
+from anechoic.data.content_checksums import FileHashes, stamp_of, stamp_or_none
 from anechoic.data.source import (
     EncodedSource,
     Names,
@@ -24,8 +23,9 @@ from anechoic.data.source import (
     log,
     number_classes,
     warn_ignored,
+    why_ignored,
 )
-from anechoic.data.stored import reads_stored
+from anechoic.data.stored import format_of, has_reader, is_zarr, may_be_dicom, reads_stored
 from anechoic.errors import UserError
 from anechoic.storage.safe_io import read_regular, reason
 
@@ -37,7 +37,7 @@ SIZE, MODIFIED = 2, 3  # columns of stamps
 class Listing:
     """Images below a folder in sorted order: relative names and stamps (n, 5).
 
-    Files of formats for stored pixels are listed only where there is no picture.
+    Files of formats for stored pixels are listed only where there is no picture; a zarr folder is one of them.
     folders: those entered, in order; ignored: images of formats that are not read; broken: links that lead nowhere.
     """
 
@@ -52,6 +52,7 @@ def scan(root: Path) -> Listing:
     """List a folder. Links are followed, but each real folder is entered once, so loops end."""
     found: list[tuple[str, tuple[int, ...]]] = []
     stored: list[tuple[str, tuple[int, ...]]] = []
+    nameless: list[tuple[str, tuple[int, ...]]] = []
     ignored: list[str] = []
     broken: list[str] = []
     folders: list[str] = []
@@ -72,21 +73,39 @@ def scan(root: Path) -> Listing:
                 if entry.is_symlink() and not os.path.exists(entry.path):
                     if is_picture:
                         broken.append(name)
-                elif (is_picture or reads_stored(entry.name)) and entry.is_file():
+                elif entry.is_file() and (is_picture or reads_stored(entry.name) or may_be_dicom(entry.name)):
                     # On Windows only os.stat returns device and inode.
                     stamp = stamp_of(os.stat(entry.path) if os.name == "nt" else entry.stat())
-                    (found if is_picture else stored).append((name, stamp))
+                    kind = found if is_picture else stored if reads_stored(entry.name) else nameless
+                    kind.append((name, stamp))
                 elif entry.is_dir() and not entry.name.startswith("."):
-                    heapq.heappush(waiting, name)
-                elif os.path.splitext(entry.name)[1].lower() in IGNORED_SUFFIXES:
+                    if not is_zarr(entry.path):
+                        heapq.heappush(waiting, name)
+                    elif has_reader(".zarr"):
+                        stored.append((name, stamp_or_none(entry.path)))
+                    else:
+                        ignored.append(name)
+                elif why_ignored(entry.name):
                     ignored.append(name)
+    if not found and has_reader(".dcm"):
+        stored += [item for item in nameless if is_dicom(os.path.join(root, item[0]))]
     found = sorted(found or stored)
     stamps = np.array([stamp for _, stamp in found], np.int64).reshape(-1, 5)
     return Listing(Names.of(name for name, _ in found), stamps, folders, sorted(ignored), sorted(broken))
 
 
+def is_dicom(path: str) -> bool:
+    """Return whether a file begins as DICOM does; one that cannot be read now does not."""
+    try:
+        return format_of(path) == ".dcm"
+    except OSError:
+        return False
+
+
 class Files(EncodedSource):
     """Image files below one root, by relative name; an absolute name stands for itself."""
+
+    root: Path
 
     def __init__(
         self,
@@ -107,6 +126,9 @@ class Files(EncodedSource):
         return len(self.names)
 
     def name(self, index: int) -> str:
+        return self.names[index]
+
+    def file(self, index: int) -> str:
         return self.names[index]
 
     def data(self, index: int) -> bytes:
@@ -137,9 +159,8 @@ def open_folder(root: Path, *, labels: bool, channels: int) -> Files:
         )
     if not len(names):
         raise UserError(
-            f"There is no image that is read here (JPEG, PNG, WebP, BMP, TIFF, GIF, AVIF, DICOM, npy) in or below "
-            f"{str(root)!r}; "
-            "give a folder with images."
+            "There is no image that is read here (JPEG, PNG, WebP, BMP, TIFF, GIF, AVIF, DICOM, NIfTI, zarr, npy) in "
+            f"or below {str(root)!r}; give a folder with images."
         )
     numbers, classes = classes_from_folders(names, where=str(root)) if labels else (None, None)
     source = Files(root, names, stamps, channels=channels, labels=numbers, classes=classes)
@@ -157,9 +178,11 @@ def open_paths(root: Path, paths: list[str], *, channels: int, kinds: list[str] 
             raise UserError(
                 f"{where} names {path[:200]!r}, which cannot be opened ({reason(error)}); correct or remove it."
             ) from error
-        if not stat.S_ISREG(status.st_mode):
+        full = os.path.join(root, path)
+        folder = stat.S_ISDIR(status.st_mode) and is_zarr(full)
+        if not (folder or stat.S_ISREG(status.st_mode)):
             raise UserError(f"{where} names {path[:200]!r}, which is not a file; correct or remove it.")
-        stamps.append(stamp_of(status))
+        stamps.append(stamp_or_none(full) if folder else stamp_of(status))
     names, table = Names.of(paths), np.array(stamps, np.int64)
     labels, classes = number_classes(kinds) if kinds is not None else (None, None)
     source = Files(root, names, table, channels=channels, labels=labels, classes=classes)

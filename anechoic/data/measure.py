@@ -28,10 +28,12 @@ from anechoic.data.stored import (
     STORED_SUFFIXES,
     TYPES,
     StoredImage,
+    format_of,
     has_reader,
     numbered,
     open_stored,
     reader_remedy,
+    suffix_of,
 )
 from anechoic.data.stored_files import deviation
 from anechoic.errors import UserError
@@ -83,7 +85,7 @@ def probe(source: Source) -> Probed:
 
 def probe_one(source: EncodedSource, index: int) -> Probed:
     name = source.name(index)
-    suffix = Path(name).suffix.lower()
+    suffix = format_of(source.root / name) if isinstance(source, Files) else suffix_of(name)
     if suffix in READERS:
         if not has_reader(suffix):
             log.warning("%s is read as an 8-bit picture: %s.", name, reader_remedy(suffix))

@@ -7,6 +7,7 @@ samples seen, as for folders, since any image can be read at any time. Shards wi
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import tarfile
@@ -86,8 +87,10 @@ class ShardWriter:
     def end(self) -> None:
         if self._file is not None:
             self._file.write(bytes(1024))
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            self.close()
+
+    def close(self) -> None:
+        if self._file is not None:
             self._file.close()
             self._file = None
 
@@ -108,8 +111,6 @@ class ShardWriter:
             arrays["classes"] = np.array(classes)
         with open(self.folder / INDEX, "wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
-            file.flush()
-            os.fsync(file.fileno())
 
 
 def suffix_of(data: bytes) -> str:
@@ -154,8 +155,11 @@ def write_shards(
         raise UserError(f"{out} exists already; choose another directory for the shards, or remove it first.")
     if shard_bytes < 1 << 16:
         raise UserError("A shard of less than 65,536 bytes is mostly headers; choose --shard-bytes larger.")
-    with write_aside(out, folder=True) as temporary:
-        writer, kept = ShardWriter(temporary, shard_bytes=shard_bytes), []
+    kept: list[int] = []
+    with (
+        write_aside(out, folder=True) as temporary,
+        contextlib.closing(ShardWriter(temporary, shard_bytes=shard_bytes)) as writer,
+    ):
         for index, found in enumerate(_all_encoded(source)):
             if isinstance(found, BadImage):
                 source.add_skipped([(found.name, found.reason)])

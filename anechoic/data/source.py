@@ -11,7 +11,9 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
@@ -19,8 +21,8 @@ import numpy as np
 from torch import Tensor
 
 from anechoic.config import EIGHT_BIT
-from anechoic.data.decoding import IGNORED_SUFFIXES, IMAGE_SUFFIXES, Undecodable, decode
-from anechoic.data.stored import decode_stored
+from anechoic.data.decoding import IGNORED_SUFFIXES, IMAGE_SUFFIXES, Undecodable, decode, stated_size
+from anechoic.data.stored import STORED_SUFFIXES, decode_stored, has_reader, reader_remedy, suffix_of
 from anechoic.errors import UserError
 from anechoic.rng import SampleGenerator
 
@@ -49,6 +51,7 @@ class Source(ABC):
     """Images 0 .. len - 1. `skipped` lists (name, reason) of those found unreadable so far."""
 
     where = ""  # the name or path that it was opened by
+    root: Path | None = None  # the folder that `file` is relative to, where images are files
     labels: np.ndarray | None = None  # int64 (len,), if requested
     classes: tuple[str, ...] | None = None  # names of the labels, where the source has names
     facets: Mapping[str, np.ndarray] = MappingProxyType({})  # further labels by name
@@ -87,6 +90,15 @@ class Source(ABC):
         min_side: larger images may be reduced, see `decode`.
         """
 
+    def stored_size(self, index: int) -> tuple[int, int]:
+        """Return (width, height) as stored, or raise BadImage."""
+        _, height, width = self.read(index).shape
+        return width, height
+
+    def file(self, index: int) -> str | None:
+        """Return the path, relative to `root`, of the file that the image lies in; None in archives and tables."""
+        return None
+
     def read_many(self, indices: Sequence[int], *, min_side: int | None = None) -> list[Tensor | BadImage]:
         """Return one result per index; an unreadable image as its BadImage."""
         out: list[Tensor | BadImage] = []
@@ -124,7 +136,7 @@ class EncodedSource(Source):
         """Return the encoded image; OSError if it cannot be fetched, Undecodable if its container is damaged."""
 
     def read(self, index: int, *, min_side: int | None = None) -> Tensor:
-        try:
+        with self._errors_as_bad(index):
             if self.pixels.stored:
                 return decode_stored(
                     self.data(index),
@@ -134,6 +146,17 @@ class EncodedSource(Source):
                     min_side=min_side,
                 )
             return decode(self.data(index), channels=self.channels, min_side=min_side)
+
+    def stored_size(self, index: int) -> tuple[int, int]:
+        if self.pixels.stored:
+            return super().stored_size(index)
+        with self._errors_as_bad(index):
+            return stated_size(self.data(index))
+
+    @contextmanager
+    def _errors_as_bad(self, index: int) -> Iterator[None]:
+        try:
+            yield
         except Undecodable as error:
             raise BadImage(self.name(index), str(error)) from error
         except OSError as error:
@@ -160,7 +183,8 @@ class Subset(Source):
         self.classes, self.channels, self.in_memory = source.classes, source.channels, source.in_memory
         self.pixels = source.pixels
         self.facets = {name: values[self.indices] for name, values in source.facets.items()}
-        self.transform, self.skipped, self.where = source.transform, source.skipped, source.where
+        self.transform, self.skipped = source.transform, source.skipped
+        self.where, self.root = source.where, source.root
 
     def compute_fingerprint(self) -> str:
         return digest("subset", self.source.fingerprint, self.indices)
@@ -173,6 +197,12 @@ class Subset(Source):
 
     def read(self, index: int, *, min_side: int | None = None) -> Tensor:
         return self.source.read(int(self.indices[index]), min_side=min_side)
+
+    def stored_size(self, index: int) -> tuple[int, int]:
+        return self.source.stored_size(int(self.indices[index]))
+
+    def file(self, index: int) -> str | None:
+        return self.source.file(int(self.indices[index]))
 
     def read_many(self, indices: Sequence[int], *, min_side: int | None = None) -> list[Tensor | BadImage]:
         return self.source.read_many(self.indices[list(indices)].tolist(), min_side=min_side)
@@ -257,13 +287,21 @@ def is_image_name(name: str) -> bool:
     return base.lower().endswith(IMAGE_SUFFIXES) and not base.startswith(".") and "__MACOSX/" not in name
 
 
+def why_ignored(name: str) -> str:
+    """Return the remedy for an image of a format that is not read here; nothing for other files."""
+    suffix = suffix_of(name)
+    if suffix in STORED_SUFFIXES and not has_reader(suffix):
+        return reader_remedy(suffix)
+    return IGNORED_SUFFIXES.get(suffix, "")
+
+
 def warn_ignored(names: Iterable[str], *, where: str) -> None:
     """Warn about images of formats that are not read, with the remedy."""
     kinds: dict[str, list[str]] = {}
     for name in names:
-        suffix = os.path.splitext(name)[1].lower()
-        if suffix in IGNORED_SUFFIXES and not os.path.basename(name).startswith("."):
-            kinds.setdefault(IGNORED_SUFFIXES[suffix], []).append(name)
+        remedy = why_ignored(name)
+        if remedy and not os.path.basename(name).startswith("."):
+            kinds.setdefault(remedy, []).append(name)
     for remedy, found in kinds.items():
         log.warning("%d images in %s are ignored, such as %s: %s.", len(found), where, found[0], remedy)
 

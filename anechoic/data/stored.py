@@ -22,19 +22,30 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from anechoic.config import PixelConfig
-from anechoic.data.decoding import MAX_PIXELS, errors_as_undecodable, open_picture, reduction, refuse_bomb
+from anechoic.data.decoding import (
+    IMAGE_SUFFIXES,
+    MAX_PIXELS,
+    errors_as_undecodable,
+    open_picture,
+    reduction,
+    refuse_bomb,
+)
 from anechoic.data.pixels import ORIENTATION, Undecodable, plain, upright
 from anechoic.errors import UserError
-from anechoic.storage.safe_io import open_regular, read_regular
+from anechoic.storage.safe_io import open_regular, read_regular, reason
 
 # Suffix -> module with `open_image`, the package it needs and the extra that installs that.
 READERS: dict[str, tuple[str, str, str]] = {
     **dict.fromkeys((".tif", ".tiff"), ("anechoic.data.tiff", "tifffile", "tiff")),
-    **dict.fromkeys((".dcm", ".dicom"), ("anechoic.data.dicom", "pydicom", "dicom")),
+    **dict.fromkeys((".dcm", ".dicom", ".ima"), ("anechoic.data.dicom", "pydicom", "dicom")),
+    **dict.fromkeys((".nii", ".nii.gz"), ("anechoic.data.nifti", "nibabel", "nifti")),
+    ".zarr": ("anechoic.data.zarr_array", "zarr", "zarr"),
     ".npy": ("anechoic.data.npy", "numpy", ""),
 }
 # Formats that are no pictures: a folder is searched for them if it has no picture.
-STORED_SUFFIXES = (".dcm", ".dicom", ".npy")
+STORED_SUFFIXES = tuple(suffix for suffix in READERS if suffix not in IMAGE_SUFFIXES)
+# A folder with one of these is one image or stack of images.
+ZARR_FILES = ("zarr.json", ".zarray", ".zgroup")
 # Type of the samples by numpy's kind and size; what is not listed is no image.
 TYPES = {
     "b1": "uint8",
@@ -46,6 +57,8 @@ TYPES = {
     "f4": "float32",
     **dict.fromkeys(("u4", "i4", "u8", "i8", "f8"), "float32"),
 }
+SNIFFED_BYTES = 352
+ENDS_EARLY = "the file ends before its pixels do; copy or download it again"
 TOO_MUCH_MEMORY = "it claims more than fits into memory; save it again"
 # More unnamed pages than this are frames, not channels.
 MAX_CHANNELS = 32
@@ -116,43 +129,80 @@ def reader_remedy(suffix: str) -> str:
     return f'all its values and channels need an extra package: pip install "anechoic[{READERS[suffix][2]}]"'
 
 
+def suffix_of(name: str | Path) -> str:
+    """Return the suffix in lower case; of compressed NIfTI both."""
+    name = str(name).lower()
+    return ".nii.gz" if name.endswith(".nii.gz") else os.path.splitext(name)[1]
+
+
 def reads_stored(name: str) -> bool:
     """Return whether this is a file of a format for stored pixels whose reader is installed."""
-    suffix = os.path.splitext(name)[1].lower()
+    suffix = suffix_of(name)
     return suffix in STORED_SUFFIXES and has_reader(suffix)
+
+
+def is_zarr(path: str | Path) -> bool:
+    """Return whether a folder is an array, or a group of them, rather than a folder of images."""
+    return suffix_of(path) == ".zarr" or any(os.path.isfile(os.path.join(path, name)) for name in ZARR_FILES)
+
+
+def may_be_dicom(name: str) -> bool:
+    """Return whether scanners name images so: without a suffix, or by a number such as 1.2.840.10008."""
+    suffix = os.path.splitext(name)[1]
+    return (not suffix or suffix[1:].isdecimal()) and not name.startswith(".") and name.upper() != "DICOMDIR"
+
+
+def format_of(path: str | Path, *, name: str = "") -> str:
+    """Return the suffix of a file's format: by its name, or by its first bytes. OSError if it cannot be read now."""
+    if os.path.isdir(path):
+        return ".zarr"
+    suffix = suffix_of(name or path)
+    with open_regular(path) as file:  # OSError for a pipe
+        return suffix if suffix in READERS else sniffed(file.read(SNIFFED_BYTES)) or suffix
 
 
 @contextmanager
 def open_stored(file: str | Path | bytes, *, name: str = "") -> Iterator[StoredImage]:
     """Open a file, or its content; name: decides the format. Undecodable for what is damaged, OSError from the disk."""
-    suffix = Path(name or ("" if isinstance(file, bytes) else str(file))).suffix.lower()
-    if isinstance(file, bytes) and suffix not in READERS:
-        suffix = sniffed(file) or suffix
-    if not isinstance(file, bytes):
-        with open_regular(file):
-            pass  # OSError for a pipe, and for what cannot be read now
+    if isinstance(file, bytes):
+        suffix = suffix_of(name)
+        suffix = suffix if suffix in READERS else sniffed(file) or suffix
+    else:
+        suffix = format_of(file, name=name)
     with errors_as_undecodable():
         if suffix in READERS:
             if not has_reader(suffix):
                 raise Undecodable(reader_remedy(suffix))
-            try:
+            with damage_as_undecodable():
                 image = import_module(READERS[suffix][0]).open_image(file)
-            except MemoryError as problem:
-                raise Undecodable(TOO_MUCH_MEMORY) from problem
         else:
             image = DecodedImage(_picture(file))
         try:
-            yield image
-        except MemoryError as problem:
-            raise Undecodable(TOO_MUCH_MEMORY) from problem
+            with damage_as_undecodable():
+                yield image
         finally:
             image.close()
+
+
+@contextmanager
+def damage_as_undecodable() -> Iterator[None]:
+    """Turn what decoders raise for a damaged file, which is almost anything, into one sentence."""
+    try:
+        yield
+    except Undecodable:
+        raise
+    except MemoryError as problem:
+        raise Undecodable(TOO_MUCH_MEMORY) from problem
+    except Exception as problem:
+        raise Undecodable(f"its pixels cannot be decoded ({reason(problem)}); save it again or remove it") from problem
 
 
 def sniffed(data: bytes) -> str:
     """Return the suffix of a format for stored pixels by the first bytes, or nothing."""
     if data[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
         return ".tif"
+    if data[344:348] in (b"n+1\0", b"n+2\0") or data[4:8] == b"n+2\0":
+        return ".nii"
     return ".dcm" if data[128:132] == b"DICM" else ".npy" if data[:6] == b"\x93NUMPY" else ""
 
 
@@ -208,9 +258,11 @@ def read_region(
 ) -> Tensor:
     """Return (channels, H, W) in the type of `pixels`; float32 if the image is larger than needed and is averaged."""
     chosen = selected_channels(image, pixels, channels=channels)
+    if max(box.height * box.width, box.height * box.width * max(channels, len(image.names)) // 4) > MAX_PIXELS:
+        raise Undecodable(
+            f"{box.width} x {box.height} with {len(image.names)} channels is too many pixels; use --tile 224"
+        )
     refuse_bomb(box.height, box.width)
-    if box.height * box.width * max(channels, len(image.names)) > 4 * MAX_PIXELS:
-        raise Undecodable(f"{box.width} x {box.height} with {len(image.names)} channels is too large; use --tile 224")
     values = image.read(frame, box)[chosen]
     found = torch.from_numpy(np.ascontiguousarray(values, dtype=np.dtype(pixels.type)))
     if found.is_floating_point() and not bool(found.isfinite().all()):

@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 from torch import Tensor
@@ -19,7 +20,7 @@ from anechoic.data.content_checksums import THREADS
 from anechoic.data.files import Files
 from anechoic.data.pixels import Undecodable
 from anechoic.data.source import BadImage, Source, digest, log, refuse_exhaustion
-from anechoic.data.stored import Box, StoredImage, open_stored, read_region, selected_channels
+from anechoic.data.stored import Box, StoredImage, damage_as_undecodable, open_stored, read_region, selected_channels
 from anechoic.errors import UserError
 from anechoic.storage.cache import has_entry, open_entry
 from anechoic.storage.files import write_aside
@@ -33,6 +34,8 @@ TABLE = "samples.npy"
 
 class StoredFiles(Source):
     """Frames or tiles of the files of a folder or list."""
+
+    root: Path
 
     def __init__(self, files: Files, *, pixels: PixelConfig, channels: int) -> None:
         super().__init__()
@@ -68,6 +71,13 @@ class StoredFiles(Source):
         top, left, height, width = row["box"].tolist()
         place += [f"xywh={left},{top},{width},{height}"] * bool(self.pixels.tile)
         return self.files.names[row["file"]] + ("#" + "&".join(place) if place else "")
+
+    def file(self, index: int) -> str:
+        return self.files.names[self.samples["file"][index]]
+
+    def stored_size(self, index: int) -> tuple[int, int]:
+        _, _, height, width = self.samples["box"][index].tolist()
+        return width, height
 
     def _has_frames(self, index: int) -> bool:
         after = np.searchsorted(self.samples["file"], self.samples["file"][index], side="right") - 1
@@ -110,11 +120,12 @@ class StoredFiles(Source):
         row = self.samples[index]
         box = Box(*row["box"].tolist())
         try:
-            return read_region(
-                image, int(row["frame"]), box, pixels=self.pixels, channels=self.channels, min_side=min_side
-            )
-        except Exception as problem:  # decoders raise almost any for a damaged part of a file
-            return BadImage(self.name(index), reason(problem))
+            with damage_as_undecodable():
+                return read_region(
+                    image, int(row["frame"]), box, pixels=self.pixels, channels=self.channels, min_side=min_side
+                )
+        except Undecodable as problem:
+            return BadImage(self.name(index), str(problem))
 
     def _path(self, file: int) -> str:
         return os.path.join(self.files.root, self.files.names[file])

@@ -15,7 +15,7 @@ import tifffile
 
 from anechoic.data.decoding import MAX_PIXELS
 from anechoic.data.pixels import Undecodable
-from anechoic.data.stored import MAX_CHANNELS, Box, StoredImage, file_or_memory, numbered
+from anechoic.data.stored import ENDS_EARLY, MAX_CHANNELS, Box, StoredImage, file_or_memory, numbered
 
 GDAL_METADATA = 42112
 
@@ -64,7 +64,7 @@ class TiffImage(StoredImage):
             keyframe = self.series.keyframe
             ends = [o + n for o, n in zip(keyframe.dataoffsets, keyframe.databytecounts, strict=False)]
         if max(ends, default=0) > size:
-            raise Undecodable("the file ends before its pixels do; copy or download it again")
+            raise Undecodable(ENDS_EARLY)
 
     def close(self) -> None:
         self.opened.close()
@@ -143,7 +143,7 @@ class TiffImage(StoredImage):
                     handle.seek(offset)
                     data = handle.read(count)
                     if len(data) < count:
-                        raise Undecodable("the file ends before its pixels do; copy or download it again")
+                        raise Undecodable(ENDS_EARLY)
                     segment, _, _ = keyframe.decode(data, number, jpegtables=page.jpegtables)
                     if segment is not None:
                         yield segment[0], row * tall, column * wide, plane

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from anechoic.eval.feature_cache import features_of
 from anechoic.eval.features import Pooling
 from anechoic.eval.tensors import warn_if_constant
 from anechoic.outcome import as_utf8
-from anechoic.storage.files import write_aside, write_json
+from anechoic.storage.files import write_together
 
 FORMATS = (".npz", ".npy", ".parquet", ".csv")
 CHUNK = 4096
@@ -55,11 +56,11 @@ def write_vectors(path: Path, vectors: np.ndarray, *, names: Sequence[str], abou
     """
     check_format(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix.lower() == ".npy":
-        write_json(names_file(path), {**about, "names": list(names)})
     writer = {".npz": write_npz, ".npy": write_npy, ".parquet": write_parquet, ".csv": write_csv}[path.suffix.lower()]
-    with write_aside(path) as temporary:
+    with write_together([path, names_file(path)] if writer is write_npy else [path]) as (temporary, *beside):
         writer(temporary, vectors, names, about)
+        for file in beside:
+            file.write_text(json.dumps({**about, "names": list(names)}, indent=2) + "\n")
 
 
 def check_format(path: Path) -> None:

@@ -14,7 +14,7 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,23 @@ def write_aside(path: Path, *, folder: bool = False) -> Iterator[Path]:
         if before is not None and not path.exists():
             os.rename(before, path)
         _delete(temporary)
+        raise
+
+
+@contextmanager
+def write_together(paths: Sequence[Path]) -> Iterator[list[Path]]:
+    """Yield a path to write to for each of several files; all are on disk before the first of them is renamed."""
+    temporaries = [_beside(path, NEW) for path in paths]
+    try:
+        yield temporaries
+        for temporary in temporaries:
+            flush(temporary)
+        for temporary, path in zip(temporaries, paths, strict=True):
+            os.replace(temporary, path)
+        flush(paths[0].parent)
+    except BaseException:
+        for temporary in temporaries:
+            _delete(temporary)
         raise
 
 

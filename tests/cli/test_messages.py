@@ -222,7 +222,6 @@ def test_missing_heic_support_names_the_extra(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("anechoic.data.source.IMAGE_SUFFIXES", (".png",))
     remedies = {".heic": decoding.HEIC_REMEDY}
     monkeypatch.setattr("anechoic.data.source.IGNORED_SUFFIXES", remedies)
-    monkeypatch.setattr("anechoic.data.files.IGNORED_SUFFIXES", remedies)
     Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
     (tmp_path / "b.heic").write_bytes(data)
     for _ in range(2):  # every time
