@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anechoic.cli._command import training_command
-from anechoic.cli.options import Data, Devices, DryRun, ImageSize, Out, RunDirectory, Seed, Test
+from anechoic.cli.options import Data, Devices, DryRun, ImageSize, Log, Out, RunDirectory, Seed, Test
 from anechoic.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def finetune(
     image_size: ImageSize = None,
     seed: Seed = 0,
     devices: Devices = None,
+    log: Log = (),
     dry_run: DryRun = False,
 ) -> Outcome:
     """Train a pre-trained encoder and a new head on labels: MAE's recipe, all weights are trained.
@@ -86,7 +87,7 @@ def finetune(
         return Outcome(to_json(config), {}, seed=seed, text=json.dumps(to_json(config), indent=2))
     # The size of scenes depends on the config, so they are drawn again.
     opened = None if train.startswith("scenes") else source
-    results = fit(config, out, verbose=True, source=opened)
+    results = fit(config, out, verbose=True, source=opened, log_to=log)
     metrics: dict[str, Any] = dict(results["metrics"])
     text = f"{out} is fine-tuned: {metrics['seen']:,} samples seen"
     if test is not None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from tyro.conf import arg
 
-from anechoic.choices import AllLayers, Pooling, Scaling, SearchEngine, Vector
+from anechoic.choices import AllLayers, Pooling, Scaling, SearchEngine, Tracker, Vector
 
 PathLike = str | Path
 
@@ -40,6 +40,10 @@ ImageSize = Annotated[
 BatchSize = Annotated[int, arg(help="number of images computed at once.")]
 Seed = Annotated[int, arg(help="random seed; the same seed repeats the result.")]
 DryRun = Annotated[bool, arg(help="print what would be done and stop.")]
+Log = Annotated[
+    Sequence[Tracker],
+    arg(help="trackers that get metrics, config and pictures too, offline unless your environment names a server."),
+]
 Layer = Annotated[int, arg(help="0 is the embedding, k the k-th block, -1 the encoder's output.")]
 Layers = Annotated[
     Sequence[int] | AllLayers | None,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from anechoic.choices import Tracker
 from anechoic.cli._command import training_command
-from anechoic.cli.options import DryRun, OptionalOut
+from anechoic.cli.options import DryRun, Log, OptionalOut
 from anechoic.config import Config, to_json
 from anechoic.outcome import Outcome
 from anechoic.recipes import recipe as recipe_by_name
@@ -34,7 +36,7 @@ else:
 
 @training_command
 @tyro.conf.configure(tyro.conf.CascadeSubcommandArgs)
-def train(recipe: Recipe, *, out: OptionalOut = None, dry_run: DryRun = False) -> Outcome:
+def train(recipe: Recipe, *, out: OptionalOut = None, log: Log = (), dry_run: DryRun = False) -> Outcome:
     """Train a recipe, any of its settings overridden; `anechoic train RECIPE --help` lists them.
 
     --out is the run directory, runs/RECIPE by default. The same command resumes. SIGTERM and Ctrl-C save first (exit
@@ -47,7 +49,7 @@ def train(recipe: Recipe, *, out: OptionalOut = None, dry_run: DryRun = False) -
     """
     config: Config = recipe_by_name(recipe) if isinstance(recipe, str) else recipe
     config = with_recipe_options(config)
-    return train_config(config, Path(out or Path("runs") / (config.recipe or "run")), dry_run=dry_run)
+    return train_config(config, Path(out or Path("runs") / (config.recipe or "run")), dry_run=dry_run, log=log)
 
 
 def with_recipe_options(config: Config) -> Config:
@@ -63,7 +65,13 @@ def with_recipe_options(config: Config) -> Config:
 
 
 def train_config(
-    config: Config, out: Path, *, dry_run: bool, brief: bool = False, source: Source | None = None
+    config: Config,
+    out: Path,
+    *,
+    dry_run: bool,
+    brief: bool = False,
+    source: Source | None = None,
+    log: Sequence[Tracker] = (),
 ) -> Outcome:
     """Check the config and train it, or only print it. source: its data, if it is open already."""
     from anechoic.training.build import check
@@ -73,7 +81,7 @@ def train_config(
     if dry_run:
         return Outcome(config=to_json(config), metrics={}, seed=config.seed, text=json.dumps(to_json(config), indent=2))
     before = (out / "results.json").exists()
-    results = fit(config, out, verbose=True, brief=brief, source=source)
+    results = fit(config, out, verbose=True, brief=brief, source=source, log_to=log)
     metrics = results["metrics"]
     text = f"{out} {'was finished before' if before else 'is trained'}: {metrics['seen']:,} samples seen"
     text += f", loss {metrics['loss']:.4f}"

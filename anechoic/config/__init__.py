@@ -246,7 +246,7 @@ class ValidationConfig(Section):
     report: Count | None = None
     """samples between two lines of metrics.jsonl (default: two hundred lines)"""
     tensorboard: bool = False
-    """write TensorBoard files too"""
+    """write TensorBoard files too, as --log tensorboard does"""
 
 
 @dataclass(frozen=True)

@@ -273,7 +273,7 @@ def checkpoints(run: Path) -> Iterator[Finding]:
 def data(run: Path, *, open_data: bool) -> Iterator[Finding]:
     """Check that the run's data is still there, unchanged and readable; only embedded data are opened unasked."""
     from anechoic.config import from_json
-    from anechoic.data import EMBEDDED
+    from anechoic.data import is_embedded
     from anechoic.data.source import BadImage
     from anechoic.runtime.run import read_frozen_config
     from anechoic.training import build
@@ -283,7 +283,7 @@ def data(run: Path, *, open_data: bool) -> Iterator[Finding]:
         if values is None:
             return
         config = from_json(values)
-        if not open_data and config.data.source.split(":")[0] not in EMBEDDED:
+        if not open_data and not is_embedded(config.data.source):
             yield Finding("data", "note", f"not opened: {config.data.source}", "give --data to check it as well")
             return
         source = build.open_data(config)

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from anechoic.choices import Tracker
 from anechoic.config import Config, adopt, check_shares, default_workers, differences, from_json, resolve, to_json
 from anechoic.data import Source
 from anechoic.data.latents import Latents
@@ -48,6 +50,7 @@ from anechoic.runtime.distributed import (
     without_averaging,
 )
 from anechoic.runtime.fsdp import shard
+from anechoic.runtime.loggers import Loggers, check_installed
 from anechoic.runtime.progress import Progress
 from anechoic.runtime.run import Run, read_frozen_config, read_metrics
 from anechoic.runtime.signals import InterruptedRun, Stop, catch_signals
@@ -83,18 +86,29 @@ class DivergedError(UserError):
 
 
 def fit(
-    config: Config, run_dir: str | Path, *, verbose: bool = False, brief: bool = False, source: Source | None = None
+    config: Config,
+    run_dir: str | Path,
+    *,
+    verbose: bool = False,
+    brief: bool = False,
+    source: Source | None = None,
+    log_to: Sequence[Tracker] = (),
 ) -> dict[str, Any]:
     """Train the config in run_dir, or resume it, and return the content of its results.json.
 
     A finished run returns its results at once. After SIGTERM or Ctrl-C it saves, then raises InterruptedRun. verbose
     shows the frozen config (brief: one line of it) and the progress on the standard error stream.
     source: the data of the config, if it is open already; other processes open it again.
+    log_to: trackers that get metrics, config and pictures, too.
     """
     run_dir = Path(run_dir)
+    trackers: list[Tracker] = [*log_to]
+    if config.validation.tensorboard and "tensorboard" not in trackers:
+        trackers.append("tensorboard")
+    check_installed(trackers)
     devices = number_of_ranks(config, run_dir)
     if devices > 1 and not under_launcher():
-        return launch(partial(fit, verbose=verbose, brief=brief), config, run_dir, devices=devices)
+        return launch(partial(fit, verbose=verbose, brief=brief, log_to=log_to), config, run_dir, devices=devices)
 
     with ExitStack() as stack:
         stack.enter_context(naming_killed_workers())
@@ -169,6 +183,7 @@ def fit(
             path, state = found
             checkpointer.restore(path)
             seen, sums = state["seen"], state["sums"]
+        before = sent_before(run_dir) if run is not None and trackers else {}
         broadcast(world, lambda: start(run, config, found))
         if run is not None and ema is not None:
             ema.warn_if_slow(updates=optim.samples // optim.batch_size)
@@ -195,14 +210,8 @@ def fit(
                 config, objective, source, train_indices, held_out_indices, preprocess=preprocess
             )
 
-        progress = stack.enter_context(
-            Progress(
-                samples=optim.samples,
-                seen=seen,
-                shown=verbose and run is not None,
-                tensorboard=run_dir / "tensorboard" if config.validation.tensorboard and run is not None else None,
-            )
-        )
+        loggers = stack.enter_context(Loggers(trackers if run else (), run_dir, to_json(config), sent=before))
+        progress = stack.enter_context(Progress(samples=optim.samples, seen=seen, shown=verbose and run is not None))
         clock, clock_seen = time.perf_counter(), seen
         started = clock
         frozen_garbage = False
@@ -228,7 +237,7 @@ def fit(
                     record["seconds"] = round(now - clock, 3)
                     record["images_per_second"] = round((seen - clock_seen) / (now - clock), 1)
                     run.append(record)
-                    progress.record(record)
+                    loggers.record(record)
                     sums, clock, clock_seen = {"count": 0.0}, now, seen
 
                 # Validate on held-out samples.
@@ -238,6 +247,11 @@ def fit(
                         record = {"kind": "validation", "seen": seen, **validation.measure(measured)}
                         run.append(record)
                         progress.record(record)
+                        loggers.record(record)
+                        picture = validation.picture(measured, reconstructed=bool(trackers))
+                        if picture is not None:
+                            run.store_picture(picture, seen)
+                            loggers.picture(picture, seen)
 
                 # Save; a full disk does not end the run.
                 if seen and (due(seen, config.save.every, optim.batch_size) or done or stop.agreed):
@@ -393,6 +407,14 @@ def finished(run: Run, config: Config) -> dict[str, Any] | None:
         )
     log.warning("The finished run %s was damaged (%s); it is written again from its last checkpoint.", run.path, damage)
     return None
+
+
+def sent_before(run_dir: Path) -> dict[str, int]:
+    """Return the samples seen by the last record of each kind that trackers may have, perhaps beyond the checkpoint."""
+    try:
+        return {record["kind"]: record["seen"] for record in read_metrics(run_dir)}
+    except UserError:  # rewinding deletes damaged records, or refuses them
+        return {}
 
 
 def start(run: Run | None, config: Config, found: tuple[Path, dict[str, Any]] | None) -> None:

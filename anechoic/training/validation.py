@@ -17,15 +17,21 @@ from anechoic.config import Config
 from anechoic.data import Source, Subset
 from anechoic.data.in_memory import InMemory
 from anechoic.data.preprocess import Preprocess
-from anechoic.diffusion.process import process_of
+from anechoic.diffusion.generate import Decoder, contact_sheet
+from anechoic.diffusion.process import Process, process_of
+from anechoic.diffusion.samplers import sample_batch, samplers_for
 from anechoic.eval.denoisers import Denoiser, denoiser_of
 from anechoic.eval.encoders import Encoder
 from anechoic.eval.eval_data import EvalData
 from anechoic.eval.evaluator import EvalSpec, Evaluator
 from anechoic.eval.features import evaluating
+from anechoic.eval.reconstruction import reconstructions, reconstructs
 from anechoic.rng import SampleGenerator
 from anechoic.training.build import reads_without_labels
 from anechoic.training.objectives import Objective
+
+# Images of a validation's picture, their largest side, and the steps to sample one.
+PICTURES, PICTURE_SIDE, PICTURE_STEPS = 8, 96, 20
 
 
 class Samples(NamedTuple):
@@ -68,6 +74,25 @@ class Validator:
             return denoiser_of(model, process, self.preprocess, name="run")
         return Encoder("run", model, self.preprocess)
 
+    def picture(self, model: Any, *, reconstructed: bool) -> Any:
+        """Return a small contact sheet (of Pillow): samples of a denoiser or, on request, masked reconstructions.
+
+        None where the network makes no pictures. The noise, the images and their masks are the same every time.
+        """
+        if self.preprocess.channels not in (1, 3) or self.preprocess.pixels.stored or model.latents is not None:
+            return None
+        encoder, process = self.encoder(model), process_of(self.config.objective.name, self.config.objective.options)
+        if process is not None:
+            pixels = denoised(model, process, self.preprocess, seed=self.config.seed)
+        elif reconstructed and isinstance(encoder, Encoder) and reconstructs(encoder):
+            images = self.preprocess.apply(self.held_out.images[:PICTURES].to(next(model.parameters()).device))
+            pixels = stages(*reconstructions(encoder, images, seed=self.config.seed))
+        else:
+            return None
+        if max(pixels.shape[2:]) > PICTURE_SIDE:
+            pixels = nn.functional.interpolate(pixels, PICTURE_SIDE, mode="bilinear", antialias=True)
+        return contact_sheet(pixels, columns=PICTURES)
+
     @torch.no_grad()
     def losses(self, model: nn.Module, device: torch.device) -> dict[str, float]:
         """Return means over the held-out samples in eval mode, with the same masks and noise every time."""
@@ -83,6 +108,32 @@ class Validator:
                 ).items():
                     sums[name] = sums.get(name, 0.0) + value.item() * len(ids)
         return {name: value / len(images) for name, value in sums.items()}
+
+
+@torch.no_grad()
+def denoised(model: Any, process: Process, preprocess: Preprocess, *, seed: int) -> Tensor:
+    """Return samples of the network as it is, uint8 (PICTURES, C, H, W), of all classes in turn."""
+    ids = torch.arange(PICTURES, device=next(model.parameters()).device)
+    classes = model.config.num_classes
+    with evaluating(model):
+        x, _ = sample_batch(
+            model,
+            ids,
+            shape=(model.config.in_channels, *model.config.size),
+            process=process,
+            sampler=samplers_for(process)[0],
+            steps=PICTURE_STEPS,
+            seed=seed,
+            labels=None if classes is None else ids % classes,
+            null=classes,
+        )
+    return Decoder(preprocess)(x).cpu()
+
+
+def stages(images: np.ndarray, hidden: np.ndarray, predicted: np.ndarray) -> Tensor:
+    """Return the images, what the encoder sees of them, and with the prediction: uint8 (3 n, C, H, W)."""
+    rows = [images, np.where(hidden[..., None], 0.5, images), np.where(hidden[..., None], predicted, images)]
+    return torch.from_numpy((255 * np.concatenate(rows)).round().astype(np.uint8)).permute(0, 3, 1, 2)
 
 
 def make_validator(

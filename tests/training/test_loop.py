@@ -354,7 +354,7 @@ def test_tensorboard_files_on_demand(tmp_path):
 
 
 def test_tensorboard_without_its_package_is_a_mistake(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(UserError, match=r"anechoic\[tensorboard\]"):
         fit(tiny_config(steps=2, validation=ValidationConfig(tensorboard=True)), tmp_path)
 
