@@ -32,7 +32,8 @@ def report(
 
     Args:
         runs: run directories, finished or not.
-        data: images to evaluate on, the run's own by default; with labels, k-NN and probe are measured too.
+        data: images to evaluate on; by default the run's own, which are opened only if you started the run on this
+            machine (another person's config may name any path or server). With labels, k-NN and probe are measured too.
         samples: maximum number of images, evenly spaced.
     """
     started = time.perf_counter()

@@ -33,7 +33,8 @@ def serve(
     Example: anechoic serve runs/photos
 
     Args:
-        data: the images that are searched; the run's own by default.
+        data: the images that are searched; by default the run's own, which are opened only if you started the run on
+            this machine: another person's config may name any path or server.
         host: the address to listen on; others than this machine's own need a token.
         port: the port; 0 takes any that is free.
         token: the password: the page's address ends in ?token=TOKEN, programs send Authorization: Bearer TOKEN. The

@@ -43,7 +43,10 @@ RECEIPT = "receipt.json"
 
 @dataclass(frozen=True)
 class Request:
-    """Everything an image depends on, and the batch size. None: as the run was trained, or the default."""
+    """Everything an image depends on, and the batch size. None: as the run was trained, or the default.
+
+    own: whether the autoencoder that the run names may be opened, any path or server if another person wrote it.
+    """
 
     run: str
     num: int = 64
@@ -59,6 +62,7 @@ class Request:
     vae: str | None = None
     untrained: bool = False
     batch_size: int = 64
+    own: bool = True
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,12 @@ class Decoder:
 
 
 def find_decoder(request: Request, model: Any, config: dict[str, Any], device: torch.device) -> Decoder:
-    space = latent_space(model, config)
+    space = latent_space(model, config if request.own else {})
+    if space is not None and request.vae is None and not request.own:
+        raise UserError(
+            f"The autoencoder {space.vae:.200} is named by a run that you did not start on this machine, and is not "
+            "opened unasked: name it with `anechoic sample --vae`."
+        )
     name = request.vae or (space.vae if space else None)
     if name is None:
         if model.config.in_channels not in (1, 3):

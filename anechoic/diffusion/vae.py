@@ -61,7 +61,7 @@ def refuse_other_folder(path: Path) -> None:
         kind = settings.get("_class_name")
         refuse_giants(settings, where=str(card))
     if kind != "AutoencoderKL":
-        found = f"its config.json names {kind}" if kind else "it has no config.json that names one"
+        found = f"its config.json names {kind!r:.80}" if kind else "it has no config.json that names one"
         raise UserError(
             f"{path} is not the folder of an AutoencoderKL ({found}); give one written by its save_pretrained."
         )

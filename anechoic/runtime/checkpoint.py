@@ -148,14 +148,21 @@ def is_good(path: Path) -> bool:
 
 def latest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     """Return the newest good checkpoint and its state; None if there is no checkpoint at all."""
-    found = checkpoints(folder)
-    for path in reversed(found):
+    damaged: list[tuple[Path, DamagedError]] = []
+    for path in reversed(checkpoints(folder)):
         try:
-            return path, verify(path)
+            state = verify(path)
         except DamagedError as problem:
-            log.warning("The checkpoint %s is damaged (%s); falling back to the one before.", path, problem)
-    if found:
-        raise UserError(f"Every checkpoint in {folder} is damaged: restore one, or start again in another directory.")
+            damaged.append((path, problem))
+            continue
+        for bad, why in damaged:
+            log.warning("The checkpoint %s is damaged (%s); falling back to the one before.", bad, why)
+        return path, state
+    if damaged:
+        raise UserError(
+            f"Every checkpoint in {folder} is damaged (the newest: {damaged[0][1]}): restore one, or start again in "
+            "another directory."
+        )
     return None
 
 

@@ -21,6 +21,7 @@ from filelock import FileLock, Timeout
 
 from anechoic.errors import UserError
 from anechoic.outcome import commit, machine
+from anechoic.runtime.ownership import mark_of
 from anechoic.storage.files import (
     checksum,
     digest_of,
@@ -29,6 +30,7 @@ from anechoic.storage.files import (
     sealed,
     sweep_leftovers,
     unsealed,
+    write_aside,
     write_json,
 )
 from anechoic.storage.safe_io import read_regular, read_table, reason
@@ -42,6 +44,8 @@ VALIDATION = ("validation", "monitor", "watch")
 MAX_METRICS_BYTES = 1 << 31
 # Seconds to wait for a run directory's lock before it counts as taken.
 PATIENCE = 5.0
+# Folder with a picture per validation: samples of a denoiser, reconstructions for a tracker.
+PICTURES = "pictures"
 # Files that are not replaced as a whole when they are written.
 LOG = "resumed.log"
 WRITTEN_IN_PLACE = (".lock", ".owner", "metrics.jsonl", LOG)
@@ -65,6 +69,21 @@ def _is_list(value: Any) -> bool:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the complete records of a run directory's metrics.jsonl; an incomplete last line is skipped."""
     return [record for record, _ in _records(path / "metrics.jsonl")]
+
+
+def picture_files(path: Path) -> list[Path]:
+    """Return the pictures of a run's validations, whose names are the samples seen."""
+    return sorted(file for file in (path / PICTURES).glob("*.png") if file.stem.isdecimal())
+
+
+def read_pictures(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the samples seen and the picture (of Pillow) of each validation that has one."""
+    from PIL import Image
+
+    for file in picture_files(path):
+        with Image.open(file) as image:
+            image.load()
+        yield int(file.stem), image
 
 
 def last_seen(path: Path) -> int:
@@ -136,9 +155,11 @@ def read_environment(path: Path) -> dict[str, Any]:
     if not file.exists():
         return {}
     try:
-        return unsealed(read_json(file))
+        found = unsealed(read_json(file))
     except ValueError:  # as a UserError is one
         return {}
+    starts = found.get("starts", [])
+    return found if isinstance(starts, list) and all(isinstance(start, dict) for start in starts) else {}
 
 
 def holder(path: Path) -> int | None:
@@ -230,6 +251,8 @@ class Run:
         if not before and (self.path / "env.json").exists():
             log.warning("%s is damaged; a new one is started.", self.path / "env.json")
         now = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "host": socket.gethostname(), "command": sys.argv}
+        if mark := mark_of(str(config.get("data", {}).get("source"))):
+            now["mark"] = mark
         try:
             frozen = read_frozen_config(self.path) or config
             if not _readable(self.path / "config.json"):
@@ -302,6 +325,18 @@ class Run:
         self._length = kept[-1][1] if kept else 0
         if path.exists():
             os.truncate(path, self._length)
+        for picture in picture_files(self.path):
+            if seen is None or int(picture.stem) > seen:
+                picture.unlink()
+
+    def store_picture(self, image: Any, seen: int) -> None:
+        """Write a validation's picture (of Pillow) as a PNG file."""
+        try:
+            (self.path / PICTURES).mkdir(exist_ok=True)
+            with write_aside(self.path / PICTURES / f"{seen:012d}.png") as new:
+                image.save(new, format="PNG")
+        except OSError as problem:
+            log.warning("A picture cannot be written now (%s); the run continues.", problem)
 
     def list_skipped(self, skipped: Sequence[tuple[str, str]]) -> None:
         """Add new unreadable images, with their reasons, to skipped.json."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from anechoic.choices import RunState as State
 from anechoic.errors import UserError
+from anechoic.pages.runs import is_own, open_run
 from anechoic.runtime.run import LOG, holder, refuse_links
 from anechoic.runtime.subprocesses import Subprocesses
 
@@ -64,6 +65,12 @@ class Control:
             raise UserError(f"{self.run} was deleted, so there is nothing to resume.")
         if self.state != "stopped":
             raise UserError(f"{self.run} is {self.state}, so there is nothing to resume.")
+        run = open_run(self.run)
+        if not is_own(run):
+            raise UserError(
+                f"{self.run} bears no mark of a start by you on this machine, and resuming opens its data, "
+                f"{run.config.data.source:.200}: resume it in a terminal if you trust it."
+            )
         refuse_links(self.run)
         with open(self.run / LOG, "w") as log:
             self.resumed = self.children.start(self.command, stdout=log, stderr=log)

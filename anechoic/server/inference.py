@@ -34,7 +34,7 @@ from anechoic.eval.tensors import check_finite
 from anechoic.index.index import SCALING, VECTOR, Index, Searchable, Vector, encoder_for, open_index
 from anechoic.outcome import as_utf8
 from anechoic.pages.run_page import as_bytes
-from anechoic.pages.runs import encoder_of, open_run
+from anechoic.pages.runs import encoder_of, is_own, open_run, own_source
 from anechoic.pages.thumbnails import displayed, thumbnail
 from anechoic.rng import SampleGenerator
 from anechoic.runtime.checkpoint import model_directory
@@ -164,7 +164,8 @@ class Studio:
 
     def sample(self, **choices: Any) -> dict[str, Any]:
         """Images that a denoiser makes."""
-        images = generate(Request(run=str(self.path), **choices), progress=False)
+        own = is_own(open_run(self.path))
+        images = generate(Request(run=str(self.path), own=own, **choices), progress=False)
         labels = [None] * len(images.pixels) if images.labels is None else images.labels.tolist()
         pictures = [thumbnail(pixels.permute(1, 2, 0).numpy(), side=PICTURE // 2) for pixels in images.pixels]
         found = [{"picture": picture, "label": label} for picture, label in zip(pictures, labels, strict=True)]
@@ -184,7 +185,7 @@ class Gallery:
 
     def __init__(self, path: Path, *, data: str | None, device: str) -> None:
         self.path, self.device = path, device
-        self.where = data or open_run(path).config.data.source
+        self.data = data
         self._collection: Collection | None = None
         self._building: threading.Thread | None = None
         self._build_problem = ""
@@ -202,8 +203,9 @@ class Gallery:
 
     def _build(self) -> None:
         try:
-            encoder = encoder_of(open_run(self.path), device=self.device)
-            self._collection = Collection.of(self.path, self.where, encoder, self.device)
+            run = open_run(self.path)
+            where = self.data or own_source(run)
+            self._collection = Collection.of(self.path, where, encoder_of(run, device=self.device), self.device)
         except Exception as problem:  # reported by the next request; a thread's exception is invisible
             known = isinstance(problem, UserError)
             self._build_problem = str(problem) if known else f"The images cannot be searched ({problem!r:.200})."

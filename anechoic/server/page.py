@@ -27,11 +27,10 @@ def live_page(run: RunOnDisk, state: str) -> str:
         sections.append(Section("Samples", [asset("samples.html")]))
     lead = f"{run.config.model.name} on {run.config.data.source}, alpha_min {run.config.shortcut.alpha_min}."
     return page(
-        f"{run.name}, live",
+        f"{run.name} · {state}",
         sections,
         lead=lead,
         footer=machine_line(machine(), commit(), run.config.seed),
-        style=asset("live.css"),
         script=asset("live.js"),
         live=True,
     )

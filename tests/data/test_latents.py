@@ -228,7 +228,7 @@ def test_encode_latents_encodes_and_refuses_what_is_no_autoencoder(
     (tmp_path / "empty").mkdir()
     assert "no config.json" in mistake(tmp_path / "a", "--vae", tmp_path / "empty")
     (tmp_path / "empty" / "config.json").write_text(json.dumps({"_class_name": "UNet2DModel"}))
-    assert "names UNet2DModel" in mistake(tmp_path / "a", "--vae", tmp_path / "empty")
+    assert "names 'UNet2DModel'" in mistake(tmp_path / "a", "--vae", tmp_path / "empty")
     (tmp_path / "empty" / "config.json").write_text(json.dumps({"_class_name": "AutoencoderKL"}))
     assert "No autoencoder could be loaded" in mistake(tmp_path / "a", "--vae", tmp_path / "empty")
 

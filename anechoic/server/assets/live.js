@@ -21,7 +21,9 @@
   async function follow() {
     try {
       const now = await ask("status");
+      document.title = document.querySelector("h1").textContent = `${now.name} · ${now.state}`;
       $("summary").textContent = now.summary;
+      $("summary").classList.remove("loading");
       $("progress").value = now.samples ? now.seen / now.samples : 0;
       show($("stop"), now.state === "running");
       show($("resume"), now.state === "stopped");
@@ -44,6 +46,7 @@
     setTimeout(follow, state === "running" ? 1000 : 2500);
   }
   async function verdict() {
+    $("verdict").innerHTML = '<p class="loading">Evaluating the network …</p>';
     try {
       $("verdict").innerHTML = (await ask("verdict")).html;
     } catch (problem) {
@@ -127,6 +130,7 @@
     try {
       const map = await ask("patches", form());
       picture = await load(map.image);
+      $("original").src = map.image;
       $("patches").src = map.patches;
       show($("results"), true);
       draw();
