@@ -48,11 +48,12 @@ class Training:
     log: Path
     notes: list[str] = field(default_factory=list)
     others: list[tuple[Training, int]] = field(default_factory=list)
+    other_ranks: bool = False  # whether it has run on another number of ranks, so that sums have other last bits
 
-    def start(self, *, clock_jump: float = 0.0, failing_sync: int = 0) -> int:
+    def start(self, *, clock_jump: float = 0.0, failing_sync: int = 0, ranks: int | None = None) -> int:
         """Fork a process with its own session that runs the command; return its id.
 
-        failing_sync: from this flush to disk on, a few fail as on a full disk.
+        failing_sync: from this flush to disk on, a few fail as on a full disk. ranks: instead of the command's.
         """
         self.log.write_bytes(b"")  # it may be killed before it opens the file
         pid = os.fork()
@@ -60,7 +61,7 @@ class Training:
             return pid
         code = 1
         try:
-            code = self._become_training(clock_jump, failing_sync)
+            code = self._become_training(clock_jump, failing_sync, ranks)
         except KeyboardInterrupt:
             code = 128 + signal.SIGINT
         except BaseException:
@@ -68,7 +69,7 @@ class Training:
         finally:  # this copy of the driver must not continue
             os._exit(code)
 
-    def _become_training(self, clock_jump: float, failing_sync: int) -> int:
+    def _become_training(self, clock_jump: float, failing_sync: int, ranks: int | None) -> int:
         os.setsid()
         output = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
@@ -80,7 +81,8 @@ class Training:
             fail_syncs(failing_sync)
         # Ranks need not import the driver as their main module.
         sys.modules["__main__"] = types.ModuleType("__main__")
-        sys.argv = ["anechoic", "train", *self.command, "--out", str(self.run)]
+        count = [] if ranks is None else ["--devices", str(ranks)]
+        sys.argv = ["anechoic", "train", *self.command, *count, "--out", str(self.run)]
         try:
             return anechoic.cli.main.main()
         except SystemExit as leaving:
@@ -97,13 +99,15 @@ class Training:
 
     def finish(self, pid: int) -> int:
         """Return its exit code; its subprocesses must exit soon after it."""
-        family = descendants(pid)
+        family, looked = descendants(pid), time.monotonic()
         deadline = time.monotonic() + PATIENCE
         while True:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 break
-            family |= descendants(pid)
+            if time.monotonic() > looked + 0.3:  # it reads the whole table of processes
+                family |= descendants(pid)
+                looked = time.monotonic()
             if time.monotonic() > deadline:
                 os.killpg(pid, signal.SIGKILL)
                 raise AssertionError(f"the training hangs\n{self.log.read_text()}")
@@ -115,9 +119,9 @@ class Training:
             time.sleep(0.02)
         return os.waitstatus_to_exitcode(status)
 
-    def wait_for_moment(self, pid: int) -> bool:
+    def wait_for_moment(self, pid: int, kind: str | None = None) -> bool:
         """Wait for a random moment: at the start, during a save, after some updates. Return False if it has ended."""
-        kind = self.rng.choice(["start", "saving", "progress", "progress"])
+        kind = kind or self.rng.choice(["start", "saving", "progress", "progress"])
         goal = self.seen() + self.rng.randrange(1, 18) * BATCH
         longest = 6.0 if "--devices" in self.command else 0.5  # to start: ranks are no forks and import torch
         until = time.monotonic() + (self.rng.random() * longest if kind == "start" else PATIENCE)
@@ -351,3 +355,5 @@ BETWEEN: dict[str, Callable[[Training], Undo]] = {
 }
 # Faults of the images in a folder, for trainings from it.
 OF_THE_FOLDER = ("image changed or lost", "image changed meanwhile")
+# Killed on the command's ranks, resumed on another number of them and killed again; for trainings that accumulate.
+OTHER_RANKS = "another number of ranks"

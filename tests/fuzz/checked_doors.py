@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from doors import DOORS, Door, encoded, make_folder, make_models, make_tars, make_zips, picture
 from PIL import Image
+from stored_doors import STORED_DOORS
 
 LONG_AGO = 1_000_000_000
 
@@ -270,8 +271,7 @@ def damage_metrics(root: Path, rng: random.Random) -> None:
 
     path = root / "metrics.jsonl"
     lines = path.read_bytes().splitlines()
-    for _ in range(rng.randint(1, 3)):
-        k = rng.randrange(len(lines))
+    for k in rng.sample(range(len(lines)), rng.randint(1, 3)):
         lines[k] = rng.choice([damage_json, damage_json, damage_bytes])(lines[k], rng)
         if rng.random() < 0.1:
             lines[k] = rng.choice([b"", b"[]", b"null", b"7", b'"x"', b'{"kind":"train","seen":1%s}' % (b"0" * 400)])
@@ -392,4 +392,4 @@ CHECKED_DOORS = {
     "table paths": Door(make_named, enter_paths, damage_paths),
     "cards": Door(make_cards, enter_card, damage_card),
 }
-ALL_DOORS = {**DOORS, **CHECKED_DOORS}
+ALL_DOORS = {**DOORS, **CHECKED_DOORS, **STORED_DOORS}

@@ -41,6 +41,7 @@ def load_everything() -> None:
         *("transformers.models.vit.modeling_vit", "anechoic.diffusion.vae", "anechoic.diffusion.generate"),
         *("anechoic.eval.encoders", "anechoic.eval.frechet", "anechoic.index.index", "anechoic.eval.segmentation"),
         *("anechoic.data.tiff", "anechoic.data.dicom", "anechoic.data.measure", "imagecodecs"),
+        *("anechoic.data.zarr_array", "anechoic.data.nifti"),
         *("anechoic.weights.importing", "anechoic.weights.exporting", "anechoic.runtime.sharded_checkpoint"),
         *("anechoic.cli.embed", "anechoic.cli.search", "anechoic.cli.explore", "anechoic.eval.export_features"),
         *("anechoic.pages.collection_pages", "anechoic.index.collection", "anechoic.server.page", "sklearn.manifold"),

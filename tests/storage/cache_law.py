@@ -369,7 +369,6 @@ def in_order(pictures: list[Picture], names: list[str]) -> list[Picture]:
 
 
 def run_cases(cases: int, seed: int, *, first: int = 0) -> Iterator[tuple[int, Case]]:
-    logging.getLogger("anechoic").setLevel(logging.ERROR)
     before, sync = (os.environ.get("ANECHOIC_CACHE", ""), content_checksums.SETTLED), os.fsync
     os.fsync = lambda descriptor: None  # no case loses power
     with tempfile.TemporaryDirectory(prefix="cache-law-") as work:
@@ -390,6 +389,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     options = parser.parse_args()
+    logging.getLogger("anechoic").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     print(f"seed {options.seed}, {options.cases} cases", flush=True)
     started, counts, broken = time.monotonic(), Counter[str](), 0
