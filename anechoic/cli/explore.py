@@ -90,7 +90,7 @@ def described(index: Index, found: Exploration) -> dict[str, Any]:
     import numpy as np
 
     from anechoic.index.collection import FALSE_ALARMS
-    from anechoic.pages.collection_pages import folder_of
+    from anechoic.pages.cluster_names import cluster_names, folder_of
 
     names = index.names()
 
@@ -102,7 +102,8 @@ def described(index: Index, found: Exploration) -> dict[str, Any]:
     folders: list[Counter] = [Counter() for _ in found.clusters.examples]
     for name, label in zip(names, found.clusters.label.tolist(), strict=True):
         folders[label][folder_of(name)] += 1
-    of_clusters = zip(found.clusters.sizes, folders, found.clusters.examples, strict=True)
+    called = cluster_names(names, found.clusters.label.tolist(), len(folders))
+    of_clusters = zip(called, found.clusters.sizes, folders, found.clusters.examples, strict=True)
     return {
         "folders": len({folder_of(name) for name in names}),
         "limit": {
@@ -118,30 +119,38 @@ def described(index: Index, found: Exploration) -> dict[str, Any]:
         ],
         "outliers": [{**item(int(row)), "likeness": float(found.likeness[row])} for row in found.oddest[:LISTED]],
         "clusters": [
-            {"size": size, "folders": list(map(list, most.most_common(3))), "examples": [item(row) for row in examples]}
-            for size, most, examples in of_clusters
+            {
+                "name": name,
+                "size": size,
+                "folders": list(map(list, most.most_common(3))),
+                "examples": [item(row) for row in examples],
+            }
+            for name, size, most, examples in of_clusters
         ],
     }
 
 
 def explore_text(metrics: dict[str, Any]) -> str:
-    from anechoic.pages.tables import text_table
+    from anechoic.pages.tables import counted, text_table
 
     def named(items: list[dict[str, Any]]) -> str:
         return ", ".join(printable(item["image"]) for item in items[:3])
 
-    groups = metrics["duplicates"]
+    def origin(cluster: dict[str, Any]) -> str:
+        return ", ".join(f"{name or 'no folder'} ({count})" for name, count in cluster["folders"])
+
+    groups, several = metrics["duplicates"], metrics["folders"] > 1
     lines = [
-        f"{metrics['images']:,} images in {metrics['folders']:,} folders, as {metrics['encoder']} sees them "
-        f"({metrics['vector']}).",
+        f"{counted(metrics['images'], 'image')} in {counted(metrics['folders'], 'folder')}, compared by "
+        f"{metrics['encoder']} ({metrics['vector']}).",
         f"Near-duplicates (closer than {metrics['limit']['share']:.2f} of the distance to other neighbors): "
-        f"{len(groups)} groups, {sum(len(group['images']) for group in groups)} images"
+        f"{counted(len(groups), 'group')}, {counted(sum(len(group['images']) for group in groups), 'image')}"
         + (f"; the closest are {named(groups[0]['images'])}." if groups else "."),
         f"Oddest: {named(metrics['outliers'])}.",
         text_table(
-            ["cluster", "images", "mostly from"],
+            ["cluster", "images", "name", *(["mostly from"] if several else [])],
             [
-                [number, cluster["size"], ", ".join(f"{name} ({count})" for name, count in cluster["folders"])]
+                [number, cluster["size"], cluster["name"] or "–", *([origin(cluster)] if several else [])]
                 for number, cluster in enumerate(metrics["clusters"], 1)
             ],
         ),

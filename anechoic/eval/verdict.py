@@ -35,7 +35,8 @@ ERRORS = 2.0
 class Signals:
     """None where a signal does not exist: no autoencoder, no untrained network, no pixels, too short a curve.
 
-    late_gain: of all that the held-out loss fell, the share that fell in the last third of the training so far.
+    late_gain: of all that the held-out loss fell, the share that fell in the last third of the training so far;
+    late_fall: how much it fell there, as a share of the loss before.
     """
 
     images: int
@@ -49,6 +50,7 @@ class Signals:
     pixel_crop_error: float | None = None
     untrained_crop_retrieval: float | None = None
     late_gain: float | None = None
+    late_fall: float | None = None
 
     @property
     def skill(self) -> float | None:
@@ -87,7 +89,7 @@ class Verdict:
     @property
     def text(self) -> str:
         lines = [f"Verdict: {self.word}.", *(f"  - {reason}" for reason in self.reasons)]
-        return "\n".join([*lines, *(f"  Try: {advice}" for advice in self.advice)])
+        return "\n".join([*lines, *(f"  {advice}" for advice in self.advice)])
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -111,11 +113,11 @@ def measure(
 ) -> Signals:
     """The signals of an encoder on images it was not trained on; records: its metrics, for the curve."""
     spec = EvalSpec(("rank", "crops", "reconstruction"), poolings=("mean",), max_test=SAMPLES, seed=seed)
-    late = late_gain(records)
+    late = {"late_gain": late_gain(records), "late_fall": late_fall(records)}
     try:
         own = evaluate(encoder, source, spec, device)
     except NotFiniteError:
-        return Signals(0, rank=0.0, late_gain=late)
+        return Signals(0, rank=0.0, **late)
     pixels = Encoder("raw pixels", RawPixels(), encoder.preprocess)
     of_pixels = evaluate(pixels, source, replace(spec, metrics=("crops",)), device)
     untrained: Mapping[str, Any] = {}
@@ -133,7 +135,7 @@ def measure(
         pixel_crop_retrieval=last(of_pixels).get("crop_retrieval"),
         pixel_crop_error=last(of_pixels).get("crop_error"),
         untrained_crop_retrieval=untrained.get("crop_retrieval"),
-        late_gain=late,
+        **late,
     )
 
 
@@ -150,13 +152,24 @@ def late_gain(records: Sequence[Mapping[str, Any]]) -> float | None:
 
     None if there are too few points or the loss did not fall at all.
     """
-    curve = curve_of(records)
-    if len(curve) < 4:
-        return None
-    (_, first), (end, final) = curve[0], curve[-1]
-    middle = [loss for seen, loss in curve if seen <= 2 / 3 * end][-1]
+    first, middle, final = thirds(records)
     fallen = first - final
     return (middle - final) / fallen if fallen > 0 else None
+
+
+def late_fall(records: Sequence[Mapping[str, Any]]) -> float | None:
+    """How much the same loss fell in the last third, as a share of what it was before; None if that is not positive."""
+    _, middle, final = thirds(records)
+    return (middle - final) / middle if middle > 0 else None
+
+
+def thirds(records: Sequence[Mapping[str, Any]]) -> tuple[float, float, float]:
+    """The loss at the start, after two thirds and at the end; not a number if there are too few points."""
+    curve = curve_of(records)
+    if len(curve) < 4:
+        return math.nan, math.nan, math.nan
+    (_, first), (end, final) = curve[0], curve[-1]
+    return first, [loss for seen, loss in curve if seen <= 2 / 3 * end][-1], final
 
 
 def curve_of(records: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
@@ -222,28 +235,35 @@ def reasons_of(signals: Signals) -> list[str]:
             f"An image is found again by another crop of it among {signals.images} in "
             f"{100 * signals.crop_retrieval:.0f} % of tries ({', '.join(beside)})."
         )
-    if signals.rank is not None:
-        beside_it = f"; the untrained network's fill {signals.untrained_rank:.1f}" if signals.untrained_rank else ""
-        found.append(f"The features fill {signals.rank:.1f} directions (effective rank){beside_it}.")
-    if signals.late_gain is not None:
-        share = f"{100 * signals.late_gain:.0f} %"
-        found.append(f"{share} of all that the loss fell, it fell in the last third of the training.")
+    # Above the limit rank decides nothing, and the report shows that of every layer.
+    if signals.rank is not None and signals.rank < LEAST_RANK:
+        found.append(f"The features fill {signals.rank:.1f} directions (effective rank): images look alike to it.")
+    if signals.late_fall is not None:
+        percent = f"{100 * abs(signals.late_fall):.{0 if abs(signals.late_fall) >= 0.01 else 1}f} %"
+        still = "still " if falling(signals) else ""
+        found.append(
+            f"The loss {still}fell by {percent} in the last third of the training."
+            if signals.late_fall > 0
+            else f"The loss rose by {percent} in the last third of the training."
+        )
     return found
 
 
 def advice_of(word: Word, signals: Signals, alpha_min: float | None) -> list[str]:
     decayed = alpha_min is not None and alpha_min < 1
     if word == "collapsed":
-        return [
-            f"a lower peak learning rate (--lr), {'a larger --alpha-min' if decayed else 'a longer run'}, other data."
-        ]
+        other = "a larger --alpha-min" if decayed else "a longer run"
+        return [f"Try a lower peak learning rate (--lr), {other}, or other data."]
     if word == "worse than raw pixels":
         return [
-            "more epochs, more images or a smaller patch; until then a pretrained encoder (timm:NAME, "
+            "Try more epochs, more images or a smaller patch. Until then a pretrained encoder (timm:NAME, "
             "transformers:FOLDER) is the better start."
         ]
     if word == "plateaued":
-        return ["more images, a larger model or a higher peak learning rate; more epochs alone will change little."]
-    if signals.late_gain is not None and signals.late_gain > 2 * LEAST_LATE_GAIN:
-        return ["more epochs: the loss was still falling."]
-    return []
+        return ["Try more images, a larger model or a higher peak learning rate. More epochs alone will change little."]
+    return ["Train longer (--epochs)."] if falling(signals) else []
+
+
+def falling(signals: Signals) -> bool:
+    """Whether the loss was still falling at the end."""
+    return signals.late_gain is not None and signals.late_gain > 2 * LEAST_LATE_GAIN

@@ -172,7 +172,7 @@ def duplicate_pairs(near: Neighbors, limit: Limit) -> list[tuple[int, int, float
 
 
 def groups_of(pairs: Sequence[tuple[int, int, float]], count: int) -> list[list[int]]:
-    """Return groups of images that are connected by pairs, the largest first."""
+    """Return groups of images that are connected by pairs, in the order of their first pairs."""
     from scipy.sparse import coo_matrix
     from scipy.sparse.csgraph import connected_components
 
@@ -180,10 +180,10 @@ def groups_of(pairs: Sequence[tuple[int, int, float]], count: int) -> list[list[
         return []
     i, j = np.array([pair[:2] for pair in pairs]).T
     _, label = connected_components(coo_matrix((np.ones(len(i)), (i, j)), shape=(count, count)), directed=False)
-    members: dict[int, list[int]] = {}
+    members: dict[int, list[int]] = {int(label[first]): [] for first in i}
     for image in np.unique(np.concatenate([i, j])).tolist():
-        members.setdefault(int(label[image]), []).append(image)
-    return sorted(members.values(), key=lambda group: (-len(group), group[0]))
+        members[int(label[image])].append(image)
+    return list(members.values())
 
 
 # ---- clusters

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
 from anechoic.data import BadImage, Source
-from anechoic.index.collection import Exploration, Map
+from anechoic.index.collection import Exploration
 from anechoic.index.index import Index
 from anechoic.index.queries import Query
 from anechoic.pages.charts import histogram
+from anechoic.pages.cluster_names import folder_of
 from anechoic.pages.html import (
+    Grouping,
     Html,
     Section,
     Thumbnail,
     download,
+    empty,
     grid,
     heading,
     joined,
@@ -25,25 +31,28 @@ from anechoic.pages.html import (
     page,
     paragraph,
     point_map,
+    selectable,
     table,
 )
+from anechoic.pages.tables import bytes_text, counted
 from anechoic.pages.thumbnails import displayed, sheet, thumbnail
 
 # Pictures of a list on a page; the CSV has all of it, up to this number of rows, which a browser still opens.
-SHOWN_GROUPS, SHOWN_IN_GROUP, SHOWN_OUTLIERS = 40, 12, 36
+SHOWN_GROUPS, SHOWN_IN_GROUP, SHOWN_OUTLIERS = 200, 12, 36
 MAX_ROWS = 100_000
-
-
-def folder_of(name: str) -> str:
-    """The folder an image lies in, as pages and lists name it."""
-    return name.rpartition("/")[0] or "."
+KEYS = "Keys: arrows walk through the pictures, space selects, Enter opens the file."
 
 
 class Pictures:
-    """Thumbnails of a source by the number of the image; a gray one where it can no longer be read."""
+    """Thumbnails of a source by the number of the image; a gray one where it can no longer be read.
 
-    def __init__(self, source: Source) -> None:
-        self.source = source
+    page: the file that links to the images.
+    """
+
+    def __init__(self, source: Source, page: str) -> None:
+        self.source, self.folder = source, os.path.dirname(os.path.abspath(page))
+        self.root = None if source.root is None else os.path.abspath(source.root)
+        self.shown: set[int] = set()
 
     def pixels(self, index: int, *, side: int) -> np.ndarray:
         """uint8 (H, W, C)"""
@@ -55,43 +64,85 @@ class Pictures:
     def thumbnail(self, index: int) -> str:
         return thumbnail(self.pixels(index, side=96))
 
-    def item(self, item: Mapping[str, Any], *words: str) -> Thumbnail:
-        """With these words, its folder and its file's name below."""
-        folder, _, file = item["image"].rpartition("/")
-        return Thumbnail(self.thumbnail(item["index"]), (*words, folder or ".", file))
+    def item(self, index: int, *words: str, marked: bool = False, select: bool = True) -> Thumbnail:
+        """With these words, its name, folder and size below, a link to its file and a check box."""
+        folder, _, file = self.source.name(index).rpartition("/")
+        caption = [*words, file, folder, self.size(index)]
+        if select:
+            self.shown.add(index)
+        return Thumbnail(self.thumbnail(index), caption, marked, self.link(index), index if select else None)
+
+    def path(self, index: int) -> str | None:
+        file = self.source.file(index)
+        return None if file is None or self.root is None else os.path.join(self.root, file)
+
+    def link(self, index: int) -> str:
+        """The address of the file, relative to the page, so that both can be moved together."""
+        path = self.path(index)
+        if path is None:
+            return ""
+        try:
+            relative = os.path.relpath(path, self.folder)
+        except ValueError:  # another drive
+            return Path(path).as_uri()
+        return quote(os.fsencode(relative.replace(os.sep, "/")))
+
+    def size(self, index: int) -> str:
+        """Pixels and, of a file, bytes."""
+        try:
+            width, height = self.source.stored_size(index)
+            path = self.path(index)
+            of_file = path is not None and os.path.isfile(path)  # a zarr array is a folder
+            return f"{width} × {height}" + (f", {bytes_text(os.path.getsize(path))}" if path and of_file else "")
+        except (BadImage, OSError):
+            return ""
+
+    def pixel_count(self, index: int) -> int:
+        try:
+            width, height = self.source.stored_size(index)
+        except BadImage:
+            return 0
+        return width * height
+
+    def selection(self) -> Html:
+        """The bar for all images with a check box so far."""
+        ids = sorted(self.shown)
+        files = {i: file for i in ids if (file := self.source.file(i)) is not None}
+        names = {i: self.source.name(i) for i in ids}
+        return selectable(names, root=self.root if len(files) == len(ids) else None, files=files)
 
 
 def search_page(result: Mapping[str, Any], queries: Sequence[Query], found_in: Source) -> str:
     """result: the command's JSON."""
     metrics = result["metrics"]
-    pictures = Pictures(found_in)
+    pictures = Pictures(found_in, metrics["page"])
     sections = []
     for number, query in enumerate(queries):
         hits = [row for row in metrics["rows"] if row["number"] == number]
-        shown = [Thumbnail(Pictures(query.source).thumbnail(query.number), ("query", query.name), marked=True)]
-        shown += [pictures.item(hit, f"{hit['rank']}: {hit['similarity']:.3f}") for hit in hits]
+        asked = Pictures(query.source, metrics["page"])
+        shown = [asked.item(query.number, "query", marked=True, select=False)]
+        shown += [pictures.item(hit["index"], f"{hit['rank']}: {hit['similarity']:.3f}") for hit in hits]
         rows = [[hit["rank"], hit["image"], hit["similarity"]] for hit in hits]
         listing = table(["rank", "image", "similarity"], rows, caption=f"Nearest to {query.name}")
         details = Html(f"<details><summary>as a table</summary>{listing}</details>")
         sections.append(Section(query.name, [grid(shown), details]))
     header = ["query", "rank", "image", "similarity"]
     lines = [[row[name] for name in header] for row in metrics["rows"]]
-    sections.append(Section("The list", [download("neighbors.csv", header, lines)]))
+    sections.append(Section("The list", [download("neighbors.csv", header, lines), pictures.selection()]))
     lead = (
-        f"The nearest of {metrics['images']:,} images in {result['config']['data']}, by cosine, as "
-        f"{metrics['encoder']} sees them ({metrics['vector']}). The first picture of each row is the query."
+        f"The nearest of {metrics['images']:,} images in {result['config']['data']}, by cosine similarity "
+        f"({metrics['vector']}). The framed picture of each list is the query. {KEYS}"
     )
-    return page("Nearest images", sections, lead=lead, footer=footer_of(result), data=result)
+    return page(
+        f"Nearest images · network {metrics['encoder']}", sections, lead=lead, footer=footer_of(result), data=result
+    )
 
 
 def explore_page(result: Mapping[str, Any], index: Index, found: Exploration) -> str:
     """result: the command's JSON; found: for the map and the lists in full."""
     metrics = result["metrics"]
-    pictures, names = Pictures(index.source), index.names()
-    lead = (
-        f"{metrics['images']:,} images in {result['config']['data']}, as {metrics['encoder']} "
-        f"sees them ({metrics['vector']})."
-    )
+    pictures, names = Pictures(index.source, metrics["page"]), index.names()
+    lead = f"{metrics['images']:,} images in {result['config']['data']}, compared by {metrics['vector']}. {KEYS}"
     counts = [
         ["images", metrics["images"]],
         ["folders", metrics["folders"]],
@@ -103,25 +154,39 @@ def explore_page(result: Mapping[str, Any], index: Index, found: Exploration) ->
         counts.append(["recall at 10 of the approximate search", f"{metrics['search']['recall']:.3f}"])
     sections = [
         Section("In short", [table(["", ""], counts, sortable=False), *skipped_note(metrics)]),
-        Section("Map", [the_map(found.map, index, pictures)]),
+        Section("Map", [the_map(metrics, found, index, pictures)]),
         Section("Near-duplicates", duplicates(metrics, names, found, pictures)),
         Section("Outliers", outliers(metrics, names, found, pictures)),
         Section("Clusters", clusters(metrics, names, found, pictures)),
     ]
-    return page("What is in these images", sections, lead=lead, footer=footer_of(result), data=result)
+    last = sections[-1]
+    sections[-1] = Section(last.heading, [*last.parts, pictures.selection()])
+    return page(
+        f"What is in {os.path.basename(result['config']['data'].rstrip('/'))} · network {metrics['encoder']}",
+        sections,
+        lead=lead,
+        footer=footer_of(result),
+        data=result,
+    )
 
 
-def the_map(points: Map, index: Index, pictures: Pictures) -> Html:
+def the_map(metrics: Mapping[str, Any], found: Exploration, index: Index, pictures: Pictures) -> Html:
+    points = found.map
     ids = index.ids[points.rows].tolist()
     names = [index.source.name(i) for i in ids]
     folders = sorted({folder_of(name) for name in names})
+    pictures.shown.update(ids)
+    groupings = [
+        Grouping("Cluster", cluster_titles(metrics), found.clusters.label[points.rows].tolist()),
+        Grouping("Folder", [name or "no folder" for name in folders], [folders.index(folder_of(n)) for n in names]),
+    ]
     return point_map(
         points.places,
         names=names,
-        groups=folders,
-        group=[folders.index(folder_of(name)) for name in names],
+        groupings=groupings if len(folders) > 1 else groupings[:1],
         sheet=sheet(pictures.pixels(i, side=64) for i in ids),
         neighbors=points.neighbors,
+        ids=ids,
         caption="Images that look alike to the network lie together (t-SNE).",
     )
 
@@ -136,20 +201,35 @@ def duplicates(metrics: Mapping[str, Any], names: Sequence[str], found: Explorat
         f"points in {limit['dimension']:.1f} dimensions, where {limit['false_alarms']:g} images in all are expected "
         "below it by chance."
     )
-    parts: list[str] = [words, ratios(limit)]
+    why = Html(
+        f"<details><summary>What counts as a near-duplicate</summary>{paragraph(words)}{ratios(limit)}</details>"
+    )
     groups = metrics["duplicates"]
     if not groups:
-        return [*parts, note("There are none.", kind="good")]
+        return [empty("There are no near-duplicates."), why]
     group_of = {row: number for number, group in enumerate(found.groups, 1) for row in group}
     lines = [[group_of[i], names[i], names[j], value] for i, j, value in found.pairs]
-    parts.append(download("duplicates.csv", ["group", "image", "other image", "similarity"], lines))
-    for number, group in enumerate(groups[:SHOWN_GROUPS]):
-        members = [pictures.item(item) for item in group["images"][:SHOWN_IN_GROUP]]
+    parts: list[str] = [
+        f"{counted(len(groups), 'group')}, the most similar first. Each begins with its image of the most pixels.",
+        download("duplicates.csv", ["group", "image", "other image", "similarity"], lines, extra=SELECT_COPIES),
+    ]
+    cards = []
+    for number, group in enumerate(groups[:SHOWN_GROUPS], 1):
+        ordered = sorted((item["index"] for item in group["images"]), key=pictures.pixel_count, reverse=True)
+        members = [pictures.item(i) for i in ordered[:SHOWN_IN_GROUP]]
         count = len(group["images"])
-        parts.append(joined(heading(f"Group {number + 1}: {count} images, {group['similarity']:.4f}"), grid(members)))
+        title = heading(f"{number}: {count} images, {group['similarity']:.4f}")
+        more = [paragraph(f"{count - SHOWN_IN_GROUP} more are in the list.")] * (count > SHOWN_IN_GROUP)
+        cards.append(f'<div class="card">{joined(title, grid(members, row=True), *more)}</div>')
+    parts.append(Html(f'<div class="cards duplicates">{"".join(cards)}</div>'))
     if len(groups) > SHOWN_GROUPS:
         parts.append(f"{len(groups) - SHOWN_GROUPS} more groups are in the list.")
-    return parts
+    return [*parts, why]
+
+
+SELECT_COPIES = Html(
+    '<button type="button" class="plain" data-select="copies">Select all but the first of each group shown</button>'
+)
 
 
 def ratios(limit: Mapping[str, Any]) -> Html:
@@ -160,9 +240,17 @@ def ratios(limit: Mapping[str, Any]) -> Html:
 
 def outliers(metrics: Mapping[str, Any], names: Sequence[str], found: Exploration, pictures: Pictures) -> list[str]:
     lines = [[names[row], folder_of(names[row]), float(found.likeness[row])] for row in found.oddest[:MAX_ROWS]]
-    items = [pictures.item(item, f"{item['likeness']:.3f}") for item in metrics["outliers"][:SHOWN_OUTLIERS]]
+    items = [pictures.item(item["index"], f"{item['likeness']:.3f}") for item in metrics["outliers"][:SHOWN_OUTLIERS]]
     words = "The images least like their nearest neighbors, with the mean similarity to them; the oddest first."
     return [words, download("outliers.csv", ["image", "folder", "likeness"], lines), grid(items)]
+
+
+def cluster_titles(metrics: Mapping[str, Any]) -> list[str]:
+    """Number and name, such as "2: beach"."""
+    return [
+        f"{number}: {cluster['name']}" if cluster["name"] else f"cluster {number}"
+        for number, cluster in enumerate(metrics["clusters"], 1)
+    ]
 
 
 def clusters(metrics: Mapping[str, Any], names: Sequence[str], found: Exploration, pictures: Pictures) -> list[str]:
@@ -171,13 +259,15 @@ def clusters(metrics: Mapping[str, Any], names: Sequence[str], found: Exploratio
         for name, label, value in zip(names, found.clusters.label, found.clusters.similarity, strict=True)
     ][:MAX_ROWS]
     parts: list[str] = [
-        "Groups found by k-means, each with the images nearest its center and the folders most of it comes from.",
+        "Groups found by k-means, each with the images nearest its center. A cluster is named after its most "
+        "frequent folder, or a word that its file names share.",
         download("clusters.csv", ["image", "folder", "cluster", "similarity"], lines),
     ]
-    for number, cluster in enumerate(metrics["clusters"], 1):
-        folders = ", ".join(f"{name} ({count})" for name, count in cluster["folders"])
-        title = heading(f"Cluster {number}: {cluster['size']:,} images")
-        parts += [joined(title, paragraph(folders)), grid([pictures.item(item) for item in cluster["examples"]])]
+    for title, cluster in zip(cluster_titles(metrics), metrics["clusters"], strict=True):
+        folders = ", ".join(f"{name or 'no folder'} ({count})" for name, count in cluster["folders"])
+        head = heading(f"{title[0].upper()}{title[1:]}, {counted(cluster['size'], 'image')}")
+        origin = [paragraph(f"From {folders}.")] * (metrics["folders"] > 1)
+        parts += [joined(head, *origin), grid([pictures.item(item["index"]) for item in cluster["examples"]])]
     return parts
 
 
@@ -186,9 +276,8 @@ def skipped_note(metrics: Mapping[str, Any]) -> list[str]:
     if not skipped:
         return []
     first = skipped[0]
-    return [
-        note(f"{len(skipped)} images could not be read; the first is {first['name']} ({first['reason']}).", kind="warn")
-    ]
+    count = counted(len(skipped), "image")
+    return [note(f"{count} could not be read; the first is {first['name']} ({first['reason']}).", kind="warn")]
 
 
 def footer_of(result: Mapping[str, Any]) -> str:

@@ -26,6 +26,7 @@ from anechoic.pages.demo import ARMS, HEADER, LAYERS, Curve, Demo, points
 from anechoic.pages.explanation import images_of, sampled
 from anechoic.pages.html import (
     ASSETS,
+    Grouping,
     Html,
     Section,
     data_uri,
@@ -95,7 +96,6 @@ class DemoPage:
             lead=lead,
             footer=footer,
             data=result,
-            style=(ASSETS / "demo.css").read_text(encoding="utf-8"),
             script=(ASSETS / "demo.js").read_text(encoding="utf-8"),
             beside=not done,
         )
@@ -255,11 +255,9 @@ def style_map(subject: Subject, *, seed: int) -> Html:
     return point_map(
         tsne(vectors, seed=seed),
         names=[spaced(index["names"][object_]) for object_ in objects[rows]],
-        groups=index["styles"],
-        group=styles[rows].tolist(),
+        groupings=[Grouping("Style", index["styles"], styles[rows].tolist())],
         sheet=sheet(pictures, side=48),
         neighbors=[[j for j in near if j != i][:NEIGHBORS] for i, near in enumerate(found)],
-        filter_label="Style",
         caption=f"{len(rows):,} drawings of {len(np.unique(shown))} objects.",
     )
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from anechoic.outcome import as_utf8, plain
-from anechoic.pages.tables import cell
+from anechoic.pages.tables import cell, counted
 from anechoic.storage.files import write_aside
 
 # Groups on a map differ in color, then in shape too (page.js draws the same); longer legends are omitted.
@@ -26,6 +29,9 @@ MIME = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"RIFF": "image/
 
 class Html(str):
     """Text that is HTML already. Everything else is escaped."""
+
+
+EMPTY = Html("")
 
 
 class Section(NamedTuple):
@@ -40,11 +46,16 @@ class Section(NamedTuple):
 
 
 class Thumbnail(NamedTuple):
-    """picture: a data URI; caption: below it, its first line in bold; marked: stands out from the others."""
+    """picture: a data URI; caption: below it, its first line in bold; marked: stands out from the others.
+
+    link: the address of the file itself; id: the key under which `selectable` knows it, for a check box.
+    """
 
     picture: str
     caption: Sequence[str] = ()
     marked: bool = False
+    link: str = ""
+    id: int | None = None
 
 
 def page(
@@ -54,12 +65,11 @@ def page(
     lead: str = "",
     footer: str = "",
     data: Mapping[str, Any] | None = None,
-    style: str = "",
     script: str = "",
     live: bool = False,
     beside: bool = False,
 ) -> str:
-    """data: embedded as JSON (`#data`). style, script: of this page alone. live: may talk to the server it came from.
+    """data: embedded as JSON (`#data`). script: of this page alone. live: may talk to the server it came from.
     beside: may load scripts from its own folder, while that is written to.
 
     The content policy forbids every other connection, so a page cannot fetch anything even by mistake.
@@ -85,7 +95,7 @@ def page(
     head = (
         f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>'
-        f'<link rel="icon" href="data:,"><style>{_asset("page.css")}{style}</style>'
+        f'<link rel="icon" href="data:,"><style>{_asset("page.css")}</style>'
     )
     lines = as_utf8("\n".join(part for part in body if part))
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{lines}\n</body></html>\n'
@@ -123,6 +133,11 @@ def safe(text: Any) -> Html:
 def note(text: str, *more: str, kind: str = "") -> Html:
     """A box that stands out. kind: good, warn or bad; the words must say it too."""
     return Html(f'<div class="note {kind}">{"".join(_element("p", line) for line in (text, *more))}</div>')
+
+
+def empty(text: str) -> Html:
+    """What stands where a list has no entry."""
+    return _element("p", text, "empty")
 
 
 def heading(text: str) -> Html:
@@ -185,11 +200,11 @@ def _cell(value: Any, right: bool) -> str:
     return f"<td{_num(right)}{exact}>{value if isinstance(value, Html) else escape(cell(value))}</td>"
 
 
-def download(name: str, header: Sequence[str], rows: Sequence[Sequence[Any]], *, label: str = "") -> Html:
-    """Return a button that saves the list as a CSV file of this name."""
-    words = label or f"Save {name} ({len(rows)} rows)"
+def download(name: str, header: Sequence[str], rows: Sequence[Sequence[Any]], *, extra: Html = EMPTY) -> Html:
+    """Return a button that saves the list as a CSV file of this name; extra: another button beside it."""
+    words = f"Save {name} ({counted(len(rows), 'row')})"
     button = f'<button type="button" class="plain download" data-name="{escape(name)}">{escape(words)}</button>'
-    return Html(f'<div class="controls">{button}{embedded([list(header), *map(list, rows)])}</div>')
+    return Html(f'<div class="controls">{button}{embedded([list(header), *map(list, rows)])}{extra}</div>')
 
 
 # ---- pictures
@@ -215,18 +230,56 @@ def data_uri(picture: str | Path | bytes) -> str:
 
 def image(picture: str | Path | bytes, *, alt: str) -> Html:
     """One picture, as for a cell of a table."""
-    return Html(f'<img src="{data_uri(picture)}" alt="{escape(alt)}" loading="lazy">')
+    return Html(f'<img src="{data_uri(picture)}" alt="{escape(alt)}">')
 
 
-def grid(thumbnails: Sequence[Thumbnail]) -> Html:
+def grid(thumbnails: Sequence[Thumbnail], *, row: bool = False) -> Html:
+    """row: thumbnails of a fixed width that belong together, so that several such grids share a line."""
     items = []
-    for thumb in thumbnails:
+    for number, thumb in enumerate(thumbnails):
         first, *rest = [*thumb.caption, ""]
         words = f"<b>{escape(first)}</b>" + "".join(f"<span>{escape(line)}</span>" for line in rest if line)
         alt = escape(", ".join(thumb.caption) or "picture")
-        picture = f'<img src="{thumb.picture}" alt="{alt}" title="{alt}" loading="lazy">'
+        picture = f'<img src="{thumb.picture}" alt="{alt}" title="{alt}" decoding="async">'
+        # Keys walk over the check boxes (page.js), so only the first is a tab stop.
+        if thumb.link:
+            stop = ' tabindex="-1"' if thumb.id is not None else ""
+            picture = f'<a href="{escape(thumb.link)}" target="_blank" rel="noopener"{stop}>{picture}</a>'
+        if thumb.id is not None:
+            stop = "" if number == 0 else ' tabindex="-1"'
+            picture += f'<input type="checkbox" data-id="{thumb.id}" aria-label="Select {alt}"{stop}>'
         items.append(f"<li{' class=marked' if thumb.marked else ''}>{picture}{words}</li>")
-    return Html(f'<ul class="grid">{"".join(items)}</ul>')
+    return Html(f'<ul class="grid{" row" if row else ""}">{"".join(items)}</ul>')
+
+
+def selectable(names: Mapping[int, str], *, root: str | None, files: Mapping[int, str]) -> Html:
+    """Return the bar that counts the images selected on a page and saves them, as CSV and as a script that moves them.
+
+    names: by id; root: the folder of the files, None without a script; files: relative to it. Percent encoding
+    keeps what is no UTF-8 in a path.
+    """
+    data = {
+        "names": names,
+        "root": None if root is None else quote(os.fsencode(root)),
+        "files": {i: quote(os.fsencode(file)) for i, file in files.items() if file != as_utf8(names[i])},
+    }
+    script = (
+        '<button type="button" class="plain" data-save="script">Save a script that moves them</button>' if root else ""
+    )
+    return Html(
+        f'<div class="selection" role="region" aria-label="Selection" hidden>{embedded(data, id="selectable")}'
+        '<span role="status"><b data-count>0</b> selected</span>'
+        f'<button type="button" class="plain" data-save="csv">Save selected.csv</button>{script}'
+        '<button type="button" class="plain" data-save="clear">Clear</button></div>'
+    )
+
+
+class Grouping(NamedTuple):
+    """What the points of a map are colored and filtered by: names of groups, and the group of each point."""
+
+    label: str
+    names: Sequence[str]
+    of: Sequence[int]
 
 
 class Sheet(NamedTuple):
@@ -242,16 +295,15 @@ def point_map(
     points: Any,
     *,
     names: Sequence[str],
-    groups: Sequence[str],
-    group: Sequence[int],
+    groupings: Sequence[Grouping],
     sheet: Sheet,
     caption: str,
     neighbors: Sequence[Sequence[int]] | None = None,
-    filter_label: str = "Folder",
+    ids: Sequence[int] | None = None,
 ) -> Html:
-    """points (n, 2) with a picture of the sheet for each, shown on hover and focus; group: an index into groups.
+    """points (n, 2) with a picture of the sheet for each; colored by the first grouping until another is chosen.
 
-    neighbors: of each point, indices of others, shown when it is picked.
+    neighbors: of each point, indices of others, shown when it is picked. ids: their keys in `selectable`.
     """
     place = [[float(value) for value in point] for point in points]
     x, y = (_to_unit([point[axis] for point in place]) for axis in (0, 1))
@@ -259,25 +311,17 @@ def point_map(
         "x": x,
         "y": y,
         "name": list(names),
-        "group": [int(i) for i in group],
-        "groups": list(groups),
+        "groupings": [{"names": list(one.names), "of": [int(i) for i in one.of]} for one in groupings],
         "sheet": sheet._asdict(),
         "neighbors": neighbors,
+        "ids": None if ids is None else [int(i) for i in ids],
     }
-    counts = [sum(number == i for number in group) for i in range(len(groups))]
-    options = "".join(
-        f'<option value="{i}">{escape(name)} ({count})</option>'
-        for i, (name, count) in enumerate(zip(groups, counts, strict=True))
-        if count
-    )
-    chooser = (
-        f'<label>{escape(filter_label)} <select data-control="filter"><option value="">all</option>{options}</select>'
-        "</label>"
-        if len(groups) > 1
-        else ""
-    )
+    labels = "".join(f'<option value="{i}">{escape(one.label.lower())}</option>' for i, one in enumerate(groupings))
+    colors = f'<label>Color by <select data-control="grouping">{labels}</select></label>' if len(groupings) > 1 else ""
+    chooser = colors + "".join(_filter(one, number) for number, one in enumerate(groupings))
     controls = (
-        f'<div class="controls">{chooser}<label><input type="checkbox" data-control="pictures"> pictures</label>'
+        f'<div class="controls">{chooser}'
+        '<label><input type="checkbox" data-control="pictures" checked> pictures</label>'
         '<button type="button" class="plain" data-control="nearer" aria-label="Zoom in">+</button>'
         '<button type="button" class="plain" data-control="farther" aria-label="Zoom out">−</button>'
         f"<span><span data-shown>{len(place)}</span> images</span></div>"
@@ -286,18 +330,41 @@ def point_map(
         f'<div class="stage"><canvas tabindex="0" role="img" aria-label="{escape(caption)}"></canvas>'
         '<div class="tip" hidden role="status"></div></div>'
     )
-    legend = "".join(
-        f'<span><b style="color:var(--c{i % COLORS})">{SHAPES[i // COLORS % len(SHAPES)]}</b> {escape(name)}</span>'
-        for i, name in enumerate(groups)
-        if counts[i]
-    )
-    help_text = "Point at a mark, or use the arrow keys on the map; + and − zoom, dragging moves."
+    help_text = "Point at an image, or use the arrow keys on the map; + and − zoom, dragging moves."
     help_text += " Click or press Enter for the nearest images." if neighbors is not None else ""
-    marks = f'<div class="legend">{legend}</div>' if 1 < len(groups) <= MAX_LEGEND else ""
+    help_text += " Space selects." if ids is not None else ""
+    marks = "".join(_legend(one, number) for number, one in enumerate(groupings))
     return Html(
         f'<figure class="map">{embedded(data)}{controls}{stage}{marks}<div class="picked" aria-live="polite"></div>'
         f"<figcaption>{safe(caption)} {escape(help_text)}</figcaption></figure>"
     )
+
+
+def _filter(grouping: Grouping, number: int) -> str:
+    counts = Counter(grouping.of)
+    options = "".join(
+        f'<option value="{i}">{escape(name)} ({counts[i]})</option>'
+        for i, name in enumerate(grouping.names)
+        if counts[i]
+    )
+    if len(counts) < 2:
+        return ""
+    return (
+        f'<label data-grouping="{number}"{" hidden" if number else ""}>{escape(grouping.label)} '
+        f'<select data-control="filter"><option value="">all</option>{options}</select></label>'
+    )
+
+
+def _legend(grouping: Grouping, number: int) -> str:
+    counts = Counter(grouping.of)
+    if not 1 < len(counts) <= MAX_LEGEND:
+        return ""
+    marks = "".join(
+        f'<span><b style="color:var(--c{i % COLORS})">{SHAPES[i // COLORS % len(SHAPES)]}</b> {escape(name)}</span>'
+        for i, name in enumerate(grouping.names)
+        if counts[i]
+    )
+    return f'<div class="legend" data-grouping="{number}"{" hidden" if number else ""}>{marks}</div>'
 
 
 def _to_unit(values: Sequence[float]) -> list[float]:
@@ -309,4 +376,5 @@ def _to_unit(values: Sequence[float]) -> list[float]:
 def machine_line(machine: Mapping[str, object], commit: str | None, seed: int | None) -> str:
     version = f"commit {commit[:12]}" if commit else f"anechoic {machine['anechoic']}"
     where = f"{machine['cores']} cores ({machine['cpu']})"
-    return f"Measured with {version}, seed {seed}, torch {machine['torch']}, {where}."
+    seeded = f", seed {seed}" if seed is not None else ""
+    return f"Measured with {version}{seeded}, torch {machine['torch']}, {where}."

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from anechoic.eval.evaluator import Subject
-from anechoic.eval.metrics.registry import columns, report_metrics
+from anechoic.eval.metrics.registry import report_metrics, shares, titles
 from anechoic.eval.projections import tsne
 from anechoic.eval.reconstruction import reconstructions, reconstructs, to_pixels
 from anechoic.eval.verdict import Verdict
@@ -20,6 +20,7 @@ from anechoic.index.index import SCALING, Searchable
 from anechoic.pages.charts import line_chart
 from anechoic.pages.explanation import images_of, names_of, sampled
 from anechoic.pages.html import (
+    Grouping,
     Html,
     Section,
     Thumbnail,
@@ -33,7 +34,7 @@ from anechoic.pages.html import (
     table,
 )
 from anechoic.pages.summary import Summary, arms
-from anechoic.pages.tables import cell, duration
+from anechoic.pages.tables import cell, counted, duration, percent
 from anechoic.pages.thumbnails import sheet, thumbnail
 
 KINDS = {"learning": "good", "plateaued": "warn", "collapsed": "bad", "worse than raw pixels": "bad"}
@@ -83,8 +84,8 @@ def verdict_parts(summary: Summary, *, named: bool) -> list[str]:
 
 
 def verdict_note(verdict: Verdict, name: str = "") -> Html:
-    word = Html(f'<strong style="font-size: 1.2rem">{safe(name)}{safe(verdict.word.capitalize())}</strong>')
-    return note(word, *verdict.reasons, *(f"Try: {advice}" for advice in verdict.advice), kind=KINDS[verdict.word])
+    word = Html(f"<strong>{safe(name)}{safe(verdict.word.capitalize())}</strong>")
+    return note(word, *verdict.reasons, *verdict.advice, kind=KINDS[verdict.word])
 
 
 def facts_table(summaries: Sequence[Summary]) -> Html:
@@ -100,7 +101,7 @@ def facts_table(summaries: Sequence[Summary]) -> Html:
         "held_out": "images held out",
         "image_size": "image size",
         "seen": "samples seen",
-        "epochs": "epochs",
+        "epochs": "epochs (of whole batches)",
         "seconds": "time",
         "algorithm": "optimizer",
         "lr": "peak learning rate",
@@ -158,13 +159,17 @@ def training_parts(summaries: Sequence[Summary]) -> list[str]:
             ),
             line_chart(
                 {s.name: over_time(s, "validation", "rank_columns", -1) for s in summaries},
-                title="effective rank of the last block",
+                title="effective rank of the last layer",
                 xlabel="samples seen",
                 dots=False,
             ),
         ]
         return [figure("Every run over its training, on images held out of it.", charts)]
-    return [figure("Over the training: loss, rank and norms on images held out of it.", training_charts(summaries[0]))]
+    return [
+        figure(
+            "Over the training: loss, effective rank and norms on images held out of it.", training_charts(summaries[0])
+        )
+    ]
 
 
 def training_charts(summary: Summary) -> list[Html]:
@@ -201,28 +206,49 @@ def over_time(
 
 def layer_parts(summaries: Sequence[Summary]) -> list[str]:
     measured = [summary for summary in summaries if summary.layers]
+    images = max((count_of(one.subject) for one in measured if one.subject is not None), default=0)
     charts = [
         line_chart(
-            {s.name: ([row["layer"] for row in s.layers], [row.get(key) for row in s.layers]) for s in measured},
+            {
+                s.name: ([row["layer"] for row in s.layers], [shown_value(key, row) for row in s.layers])
+                for s in measured
+            },
             title=title,
             xlabel="layer",
         )
-        for key, title in (next(iter(columns([name]).items())) for name in report_metrics(charts=True))
+        for key, title in (next(iter(titles([name]).items())) for name in report_metrics(charts=True))
         if any(row.get(key) is not None for s in measured for row in s.layers)
     ]
     parts: list[str] = [
-        "Of the mean token. Layer 0 is the embedding. Rank: how many directions the features fill; echo: how much of "
-        "the embedding is left (CKA); input share: what is left of it on the identity path; branch/shortcut: what a "
-        "block adds over what it keeps.",
+        f"Of the mean token of {counted(images, 'image')}. Layer 0 is the embedding. Effective rank: how many "
+        "directions the features fill; it grows with the number of images. "
+        "Echo: how much of the embedding is left (CKA, 0 to 1). "
+        "Input share: what is left of it on the identity path. Branch/shortcut: what a block adds over what it keeps.",
         figure("Layer by layer.", charts),
     ]
     for summary in measured:
         rows = summary.layers
-        titles = {"layer": "layer", **columns(report_metrics())}
-        shown = {key: title for key, title in titles.items() if any(row.get(key) is not None for row in rows)}
-        cells = [[row.get(key) for key in shown] for row in rows]
+        named = {"layer": "layer", **report_titles()}
+        shown = {key: title for key, title in named.items() if any(row.get(key) is not None for row in rows)}
+        cells = [[shown_value(key, row) for key in shown] for row in rows]
         parts.append(table(list(shown.values()), cells, caption=summary.name, strong=[len(rows) - 1]))
     return parts
+
+
+def report_titles() -> dict[str, str]:
+    """Of a metric that is drawn only the value that is drawn, so that there is one of each; of others all."""
+    drawn = report_metrics(charts=True)
+    return {
+        key: title
+        for name in report_metrics()
+        for key, title in list(titles([name]).items())[: 1 if name in drawn else None]
+    }
+
+
+def shown_value(key: str, row: Mapping[str, Any]) -> Any:
+    """Shares in percent."""
+    value = row.get(key)
+    return percent(value) if value is not None and key in shares(report_metrics()) else value
 
 
 # ---- pictures
@@ -328,10 +354,8 @@ def map_parts(subject: Subject) -> list[str]:
         point_map(
             tsne(vectors[chosen], seed=seed),
             names=[Path(subject.eval_data.test.name(int(i))).name for i in ids],
-            groups=groups,
-            group=[0] * len(ids) if labels is None else labels[ids].tolist(),
+            groupings=[Grouping("Class", groups, [0] * len(ids) if labels is None else labels[ids].tolist())],
             sheet=sheet(pictures_of(subject, chosen), side=48),
             caption=f"{len(chosen)} images by the mean token of the last layer (t-SNE).",
-            filter_label="Class",
         )
     ]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from anechoic.config import Config, from_json
-from anechoic.data import Source, Subset
+from anechoic.data import Source, Subset, is_embedded
 from anechoic.data.latents import is_latents
 from anechoic.data.split import hold_out
 from anechoic.errors import UserError
@@ -21,6 +21,7 @@ from anechoic.eval.eval_data import EvalData, open_maybe_labeled
 from anechoic.eval.verdict import Verdict, measure, verdict_of
 from anechoic.runtime.checkpoint import hint, load
 from anechoic.runtime.devices import pick_device
+from anechoic.runtime.ownership import started_by_this_user
 from anechoic.runtime.run import VALIDATION, read_environment, read_frozen_config, read_metrics
 from anechoic.training.build import open_data
 
@@ -90,7 +91,7 @@ def facts(run: RunOnDisk, *, weights: int | None = None) -> dict[str, Any]:
         "image_size": data.image_size,
         "seen": run.seen,
         "samples": optim.samples,
-        "epochs": round(run.seen / data.size, 2) if data.size else None,
+        "epochs": round(run.seen / epoch, 2) if (epoch := samples_per_epoch(run)) else None,
         "seconds": round(seconds(run), 1),
         "algorithm": optim.algorithm,
         "lr": optim.lr,
@@ -102,6 +103,12 @@ def facts(run: RunOnDisk, *, weights: int | None = None) -> dict[str, Any]:
         "machine": run.environment.get("machine"),
         "commit": run.environment.get("commit"),
     }
+
+
+def samples_per_epoch(run: RunOnDisk) -> int:
+    """The whole batches that the images trained on fill, as `--epochs` counts them; 0 if the number is not known."""
+    batch = run.config.optim.batch_size
+    return (run.config.data.size or 0) // batch * batch
 
 
 def seconds(run: RunOnDisk) -> float:
@@ -132,17 +139,36 @@ def weights_of(run: RunOnDisk) -> int:
     return sum(parameter.numel() for parameter in load(run.path).parameters())
 
 
+def is_own(run: RunOnDisk) -> bool:
+    """Return whether what the config names may be opened unasked: any path or server, if another person wrote it."""
+    source = run.config.data.source
+    return is_embedded(source) or started_by_this_user(run.environment, source)
+
+
+def own_source(run: RunOnDisk, data: str | None = None) -> str:
+    """Return the run's own data source, for opening it; UserError unless it is `data`, which the user named, or own."""
+    source = run.config.data.source
+    if source == data or is_own(run):
+        return source
+    raise UserError(
+        f"{run.path} bears no mark of a start by you on this machine, so its data, {source:.200}, is not opened "
+        "unasked: name the images with --data."
+    )
+
+
 def images_for(run: RunOnDisk, data: str | None) -> EvalData:
     """The images to look at: those asked for, or the run's own; with labels if they have them."""
-    where = data or run.config.data.source
+    where = data or own_source(run)
     if data is None and is_latents(where):
         raise UserError(f"{run.path} was trained on latents, which are no pictures: give images with --data.")
     return open_maybe_labeled(where, channels=run.config.data.channels, pixels=run.config.data.pixels)
 
 
-def held_out_of(run: RunOnDisk, source: Source | None = None) -> Source:
-    """The images the run was never trained on."""
-    source = open_data(run.config) if source is None else source
+def held_out_of(run: RunOnDisk, source: Source | None = None, *, data: str | None = None) -> Source:
+    """The images the run was never trained on. data: what the user named, which may be the run's own."""
+    if source is None:
+        own_source(run, data)
+        source = open_data(run.config)
     if not source.has_fingerprint(run.config.data.fingerprint or ""):
         raise UserError(f"The data of {run.path}, {run.config.data.source}, is not what it was trained on.")
     if not run.config.data.holdout:
@@ -161,7 +187,7 @@ def verdict_on(
 ) -> Verdict:
     """Return the verdict on images held out of the training or, if there are none, on the given ones."""
     try:
-        source = held_out_of(run, source)
+        source = held_out_of(run, source, data=data)
     except UserError:
         if data is None:
             raise

@@ -10,7 +10,7 @@ from anechoic.config import Config, settings
 from anechoic.errors import UserError
 from anechoic.eval.encoders import Encoder
 from anechoic.eval.evaluator import EvalSpec, Evaluator, Subject, usable_metrics
-from anechoic.eval.metrics.registry import columns, find_metric, report_metrics
+from anechoic.eval.metrics.registry import columns, report_metrics, shares, titles
 from anechoic.eval.verdict import Verdict
 from anechoic.pages.estimates import Estimate, estimate
 from anechoic.pages.runs import RunOnDisk, curves, encoder_of, facts, images_for, verdict_on, weights_of
@@ -23,7 +23,7 @@ def measures() -> dict[str, str]:
     """Return what arms are compared by: name -> title. Beside loss and crop retrieval, each metric with a chart."""
     found = {"held_out_loss": "held-out loss", "crop_retrieval": "crop retrieval (%)"}
     for name in report_metrics(charts=True):
-        found[name] = next(iter(columns([name]).values())) + (" (%)" if find_metric(name).share else "")
+        found[name] = next(iter(titles([name]).values()))
     return found
 
 
@@ -48,8 +48,8 @@ class Summary:
         if name == "crop_retrieval":
             value, share = self.verdict.signals.crop_retrieval if self.verdict else None, True
         else:
-            value = self.layers[-1].get(next(iter(columns([name])))) if self.layers else None
-            share = find_metric(name).share
+            key = next(iter(columns([name])))
+            value, share = self.layers[-1].get(key) if self.layers else None, key in shares([name])
         return 100 * value if share and value is not None else value
 
     def to_json(self) -> dict[str, Any]:

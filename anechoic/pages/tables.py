@@ -32,6 +32,19 @@ def percent(value: float) -> float:
     return round(100 * value, 2)
 
 
+def bytes_text(size: int) -> str:
+    """12345 -> "12 kB", in decimal units."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= unit:
+            return f"{size / unit:.0f} {name}" if size >= 10 * unit else f"{size / unit:.1f} {name}"
+    return f"{size} B"
+
+
+def counted(count: int, noun: str) -> str:
+    """1 -> "1 image", 1200 -> "1,200 images"."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
 def duration(seconds: float) -> str:
     """75.2 -> "1 min 15 s", as people say it."""
     whole = round(seconds)

@@ -60,7 +60,7 @@ def test_report_shows_the_numbers_it_embeds(browser, run, tmp_path):
         columns = [name.replace("↕", "").strip() for name in table.locator("th").all_inner_texts()]
         shown = table.locator("tbody tr").last.locator("td").all()
         values = {name: cell.get_attribute("data-value") for name, cell in zip(columns, shown, strict=True)}
-        assert float(values["rank"]) == summary["layers"][-1]["rank_columns"]
+        assert float(values["effective rank"]) == summary["layers"][-1]["rank_columns"]
         assert float(values["echo (CKA with layer 0)"]) == summary["layers"][-1]["cka"]
         assert page.locator("#neighbors img").count() > 5
         canvas = page.locator("#map canvas")
@@ -86,6 +86,7 @@ def test_image_is_dropped_and_its_mask_painted(browser, run):
         assert page.locator("#neighbors li").count() == 12
         assert page.locator("#neighbors b").first.inner_text() == open_source("emoji:style=noto").name(3).split("/")[1]
         assert page.locator("#share").inner_text() == "75 %"
+        assert page.locator("#original").get_attribute("src").startswith("data:image")
         assert page.locator("#verdict strong").count() == 1
 
         # Show all, then hide a row of patches with the mouse, and one more with the keys.
@@ -135,12 +136,14 @@ def test_training_is_stopped_resumed_and_finished_from_the_page(browser, tmp_pat
             process.wait(timeout=300)
             page.wait_for_selector("#resume:not([hidden])")
             assert page.locator("#summary").inner_text().startswith("Stopped: ")
+            assert page.title() == page.locator("h1").inner_text() == "run · stopped"
             assert "anechoic.training" in page.locator("#command code").inner_text()
             stopped_at = page.evaluate("document.getElementById('progress').value")
             assert 0 < stopped_at < 1
             page.click("#resume")
             expect_text(page, "#summary", re.compile("^Finished"), seconds=600)
             assert page.evaluate("document.getElementById('progress').value") == 1
+            assert page.title() == page.locator("h1").inner_text() == "run · finished"
             page.wait_for_selector("#verdict strong")
             page.wait_for_selector("#try:not([hidden])")
     finally:

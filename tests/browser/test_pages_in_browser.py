@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
+import json
+import os
+import subprocess
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import pytest
 from browser import contrast, embedded, fits, showing
@@ -11,6 +17,7 @@ from tiny_pages import everything, picture
 from tiny_runs import write_run
 
 import anechoic
+from anechoic.outcome import as_utf8
 from anechoic.pages.html import Section, download, page, write_page
 
 
@@ -37,8 +44,11 @@ def test_numbers_on_the_explore_page_are_those_of_the_json(browser, pages):
         assert cells["images"] == "60"
         assert cells["groups of near-duplicates"] == str(len(explored.metrics["duplicates"]))
         titles = shown.locator("#clusters h3").all_inner_texts()
-        sizes = [cluster["size"] for cluster in explored.metrics["clusters"]]
-        assert titles == [f"Cluster {i}: {size} images" for i, size in enumerate(sizes, 1)]
+        assert len(titles) == len(explored.metrics["clusters"])
+        for title, cluster in zip(titles, explored.metrics["clusters"], strict=True):
+            assert title.endswith(f", {cluster['size']} images")
+            assert cluster["name"] in title
+        shown.locator("#near-duplicates summary").click()
         assert f"closer than {explored.metrics['limit']['share']:.3f}" in shown.locator("#near-duplicates").inner_text()
 
 
@@ -53,7 +63,7 @@ def test_a_thumbnail_shows_on_hover_and_by_keys(browser, pages):
         assert tip.is_visible()
         assert tip.locator(".thumb").evaluate("e => getComputedStyle(e).backgroundImage").startswith('url("data:image')
         name = shown.evaluate("document.querySelector('figure.map').map.data.name[7]")
-        assert tip.inner_text().split("\n") == name.split("/")
+        assert tip.inner_text().split("\n")[:2] == name.split("/")[::-1]
         shown.mouse.move(0, 0)
         assert tip.is_hidden()
         canvas.focus()
@@ -73,12 +83,13 @@ def test_a_thumbnail_shows_on_hover_and_by_keys(browser, pages):
 def test_the_map_is_filtered_by_folder(browser, pages):
     folder, *_ = pages
     with showing(browser, folder / "explore.html") as shown:
-        options = shown.locator("select option").all_inner_texts()
-        assert options == ["all", "folder 0 (20)", "folder 1 (21)", "folder 2 (19)"]
-        shown.locator("select").select_option(label="folder 1 (21)")
+        shown.locator("[data-control=grouping]").select_option(label="folder")
+        filter = shown.locator("[data-control=filter]:visible")
+        assert filter.locator("option").all_inner_texts() == ["all", "folder 0 (20)", "folder 1 (21)", "folder 2 (19)"]
+        filter.select_option(label="folder 1 (21)")
         assert shown.locator("[data-shown]").inner_text() == "21"
         groups = (
-            "const m = document.querySelector('figure.map').map; m.visible().map(i => m.data.groups[m.data.group[i]])"
+            "const m = document.querySelector('figure.map').map; m.visible().map(i => m.grouping.names[m.group(i)])"
         )
         assert set(shown.evaluate(f"(() => {{ {groups.replace('m.visible', 'return m.visible')} }})()")) == {"folder 1"}
 
@@ -97,6 +108,131 @@ def test_lists_are_saved_as_csv(browser, pages):
     pairs = [{row["image"], row["other image"]} for row in rows["duplicates"]]
     assert {"folder 0/00.png", 'folder 1/copy, "again".png'} in pairs
     assert float(rows["outliers"][0]["likeness"]) == explored.metrics["outliers"][0]["likeness"]
+
+
+def select(shown, *names):
+    """Tick the images of these names, each wherever it first stands on the page."""
+    known = {name: key for key, name in json.loads(shown.locator("#selectable").text_content())["names"].items()}
+    for name in names:
+        shown.locator(f"#clusters [data-id='{known[name]}'], #outliers [data-id='{known[name]}']").first.check()
+
+
+def saved(shown, what):
+    with shown.expect_download() as saving:
+        shown.locator(f"[data-save={what}]").click()
+    return saving.value.path().read_bytes()
+
+
+AWKWARD = [
+    "a b.png",
+    'it\'s "quoted".png',
+    "-rf.png",
+    "two\nlines.png",
+    "$(touch hacked).png",
+    "back\\slash `id`;*.png",
+]
+
+
+def move(folder, *to):
+    return subprocess.run(
+        ["sh", "move.sh", *to], cwd=folder, capture_output=True, text=True, errors="surrogateescape", timeout=60
+    )
+
+
+@pytest.fixture(scope="module")
+def awkward(tmp_path_factory):
+    """A page on images whose names a shell could misread, in a folder whose name is no better."""
+    folder = tmp_path_factory.mktemp("awkward")
+    photos = folder / "my 'best' {photos}"
+    names = [f"-sub dir/{name}" if i % 2 else name for i, name in enumerate(AWKWARD)] + [
+        "-sub dir/kept.png",
+        "kept.png",
+    ]
+    names.append(os.fsdecode(b"latin-\xe9.png"))
+    for i, name in enumerate(names):
+        (photos / name).parent.mkdir(parents=True, exist_ok=True)
+        picture(i).save(photos / name)
+    run = write_run(folder / "mine")
+    anechoic.explore(str(run), str(photos), out=folder / "page" / "explore.html")
+    return folder, photos, names
+
+
+@pytest.mark.slow
+def test_script_of_a_selection_moves_exactly_those_files(browser, awkward):
+    folder, photos, names = awkward
+    chosen = [name for name in names if "kept" not in name]
+    before = {name: (photos / name).read_bytes() for name in names}
+    with showing(browser, folder / "page" / "explore.html") as shown:
+        assert shown.locator(".selection").is_hidden()
+        select(shown, *map(as_utf8, chosen))
+        assert shown.locator(".selection").inner_text().startswith(f"{len(chosen)} selected")
+        script, listing = saved(shown, "script"), saved(shown, "csv").decode()
+    (folder / "move.sh").write_bytes(script)
+    moved = move(folder)
+    target = Path(f"{photos}-selected")
+    assert (moved.returncode, moved.stderr) == (0, "")
+    assert moved.stdout == f"{len(chosen)} moved to {target}, 0 not moved.\n"
+    files = {path.relative_to(target).as_posix(): path.read_bytes() for path in target.rglob("*") if path.is_file()}
+    assert files == {name: before[name] for name in chosen}
+    left = {path.relative_to(photos).as_posix(): path.read_bytes() for path in photos.rglob("*") if path.is_file()}
+    assert left == {name: before[name] for name in names if name not in chosen}
+    assert sorted(path.name for path in folder.rglob("hacked*")) == []
+    rows = list(csv.DictReader(io.StringIO(listing, newline="")))
+    assert {row["image"].removeprefix("'") for row in rows} == set(map(as_utf8, chosen))
+
+    # Run again, and with a file of that name in the way: nothing is overwritten; the exit code is 1.
+    again = move(folder)
+    assert again.returncode == 1
+    assert again.stderr.count("Not moved (not found)") == len(chosen)
+    (photos / chosen[0]).write_bytes(b"another")
+    blocked = move(folder)
+    assert "Not moved (the target exists): ./a b.png" in blocked.stderr
+    assert ((photos / chosen[0]).read_bytes(), (target / chosen[0]).read_bytes()) == (b"another", before[chosen[0]])
+    elsewhere = move(folder, "-other dir")
+    assert (elsewhere.returncode, (folder / "-other dir" / chosen[0]).read_bytes()) == (1, b"another")
+
+
+@pytest.mark.slow
+def test_keys_walk_through_pictures_select_and_open_them(browser, pages):
+    folder, explored, _ = pages
+    with showing(browser, folder / "explore.html") as shown:
+        focused = "Number(document.activeElement.dataset.id)"
+        first = shown.locator("#outliers [data-id]").first
+        order = [item["index"] for item in explored.metrics["outliers"]]
+        first.focus()
+        shown.keyboard.press("ArrowRight")
+        shown.keyboard.press("Space")
+        assert shown.evaluate(focused) == order[1]
+        assert shown.locator("[data-count]").inner_text() == "1"
+        shown.keyboard.press("ArrowDown")
+        below = shown.evaluate(focused)
+        columns = shown.evaluate(
+            "getComputedStyle(document.querySelector('#outliers .grid')).gridTemplateColumns.split(' ').length"
+        )
+        assert below == order[1 + columns]
+        shown.keyboard.press("ArrowUp")
+        shown.keyboard.press("ArrowLeft")
+        assert shown.evaluate(focused) == order[0]
+        link = shown.evaluate("document.activeElement.parentElement.querySelector('a').href")
+        assert Path(url2pathname(urlsplit(link).path)) == folder / "photos" / explored.metrics["outliers"][0]["image"]
+        # The map shows the same selection and changes it.
+        canvas = shown.locator("canvas")
+        canvas.focus()
+        canvas.press("Space")
+        assert shown.locator("[data-count]").inner_text() == "2"
+        shown.locator("[data-save=clear]").click()
+        assert shown.locator("[data-id]:checked").count() == 0
+
+
+@pytest.mark.slow
+def test_all_but_the_first_of_each_group_are_selected(browser, pages):
+    folder, explored, _ = pages
+    with showing(browser, folder / "explore.html") as shown:
+        shown.locator("[data-select=copies]").click()
+        groups = explored.metrics["duplicates"]
+        assert shown.locator("[data-count]").inner_text() == str(sum(len(group["images"]) - 1 for group in groups))
+        assert [group["similarity"] for group in groups] == sorted((g["similarity"] for g in groups), reverse=True)
+        assert shown.locator(".duplicates li:first-child [data-id]:checked").count() == 0
 
 
 @pytest.mark.slow

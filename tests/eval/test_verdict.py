@@ -14,7 +14,7 @@ from anechoic.eval.encoders import ConstantEncoder, Encoder, RawPixels
 from anechoic.eval.eval_data import EvalData
 from anechoic.eval.evaluator import EvalSpec, Evaluator
 from anechoic.eval.metrics.crop_retrieval import found_again
-from anechoic.eval.verdict import Signals, late_gain, measure, verdict_of
+from anechoic.eval.verdict import Signals, late_fall, late_gain, measure, verdict_of
 from anechoic.models import build_model
 from anechoic.models.layers import patchify
 from anechoic.models.mae import normalize_patches
@@ -108,6 +108,9 @@ def test_late_gain_is_a_share_of_all_that_fell():
     assert late_gain(records([1.0, 1.1, 1.2, 1.3])) is None
     assert late_gain(straight[:3]) is None
     assert late_gain(records([1.0, 0.9, 0.8, 0.7], "loss")) == pytest.approx(1 / 3)
+    assert late_fall(records([1.0, 0.9, 0.8, 0.7])) == pytest.approx(1 / 8)
+    assert late_fall(records([1.0, 1.1, 1.2, 1.3])) == pytest.approx(-1 / 12)
+    assert late_fall(straight[:3]) is None
 
 
 # ---- words
@@ -124,6 +127,7 @@ GOOD = Signals(
     pixel_crop_error=0.02,
     untrained_crop_retrieval=0.3,
     late_gain=0.1,
+    late_fall=0.06,
 )
 
 
@@ -152,8 +156,15 @@ def test_the_verdict_follows_from_the_signals(changes, word):
 
 def test_reasons_name_what_was_measured():
     text = verdict_of(GOOD).text
-    for number in ("60 %", "30 % by raw pixels", "0.400", "10.0 directions"):
+    for number in ("60 %", "30 % by raw pixels", "0.400", "The loss still fell by 6 % in the last third"):
         assert number in text
+    assert text.endswith("Train longer (--epochs).")
+    # Rank decides nothing unless it is close to 1.
+    assert "effective rank" not in text
+    assert "1.0 directions (effective rank)" in verdict_of(replace(GOOD, rank=1.0)).text
+    flat = verdict_of(replace(GOOD, late_gain=-0.1, late_fall=-0.002)).text
+    assert "The loss rose by 0.2 % in the last third" in flat
+    assert "Train longer" not in flat
     worse = verdict_of(replace(GOOD, masked_loss=1.1))
     assert "no better" in worse.text
 

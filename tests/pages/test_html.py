@@ -39,7 +39,7 @@ class Shape(HTMLParser):
         if tag not in VOID:
             self.open.append(tag)
         for name, value in attrs:
-            if name in ("src", "href", "action", "poster") and not value.startswith(("data:", "#")):
+            if name in ("src", "action", "poster") + ("href",) * (tag != "a") and not value.startswith(("data:", "#")):
                 self.fetched.append(value)
 
     def handle_startendtag(self, tag, attrs):

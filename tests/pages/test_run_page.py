@@ -19,6 +19,7 @@ from anechoic.pages.estimates import estimate
 from anechoic.pages.run_page import report_page
 from anechoic.pages.runs import curves, facts, open_run
 from anechoic.pages.summary import Summary
+from anechoic.pages.tables import percent
 from anechoic.runtime.run import read_metrics
 from anechoic.server.page import status_of
 from anechoic.training.loop import fit
@@ -65,7 +66,11 @@ def test_the_numbers_of_the_page_are_those_of_the_outcome(single):
     (run,) = found.metrics["runs"]
     assert run["verdict"]["word"].capitalize() in page
     assert all(reason.split(" (")[0] in page for reason in run["verdict"]["reasons"])
-    assert f'data-value="{run["layers"][-1]["knn"]!r}"' in page
+    assert f'data-value="{percent(run["layers"][-1]["knn"])!r}"' in page
+    assert "k-NN (%)" in page
+    assert "input share (%)" in page
+    assert "rank, as in the paper" not in page
+    assert f"{run['facts']['epochs']} epochs" in page
 
 
 def test_a_page_has_every_part(single):
@@ -83,6 +88,8 @@ def test_a_page_has_every_part(single):
     (run,) = found.metrics["runs"]
     assert {"knn", "probe", "rank_columns", "cka", "input_share"} <= run["layers"][-1].keys()
     assert run["facts"]["seen"] == 64 * 24
+    epoch = run["facts"]["images"] // run["facts"]["batch_size"] * run["facts"]["batch_size"]
+    assert run["facts"]["epochs"] == round(64 * 24 / epoch, 2)
     assert run["facts"]["finished"] is True
     assert "http://" not in page.replace("http://www.w3.org", "")
     assert "https://" not in page

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
@@ -39,8 +39,8 @@ class Metric:
     """a train split is held out of the data if none is given"""
     columns: Mapping[str, str] = field(default_factory=dict)
     """value -> column title, most important first; other values are in JSON only. Default: the metric's name"""
-    share: bool = False
-    """whether values are shares in 0 .. 1, which tables print in percent"""
+    share: bool | tuple[str, ...] = False
+    """whether values, or these of them, are shares in 0 .. 1, which tables print in percent"""
     report: Literal["no", "table", "chart"] = "no"
     """whether `anechoic report` measures it, and whether it draws the first column over the layers"""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -90,7 +90,7 @@ METRICS: dict[str, Metric] = {
     "rank": Metric(
         "anechoic.eval.metrics.rank:rank_metric",
         "effective rank: the number of directions that the features fill",
-        columns={"rank_columns": "rank", "rank_rows": "rank, as in the paper", "entropy_rows": "entropy"},
+        columns={"rank_columns": "effective rank", "rank_rows": "rank, as in the paper", "entropy_rows": "entropy"},
         report="chart",
     ),
     "echo": Metric(
@@ -120,6 +120,7 @@ METRICS: dict[str, Metric] = {
             "three_share": "components 1-3",
             "look_share": "color and contrast",
         },
+        share=True,
     ),
     "retrieval": Metric(
         RETRIEVAL + "retrieval_metric",
@@ -158,6 +159,7 @@ METRICS: dict[str, Metric] = {
             "gain": "gain",
             "token_norm": "token norm",
         },
+        share=("input_share",),
         report="table",
     ),
     "statistics": Metric(
@@ -232,7 +234,17 @@ def columns(names: Mapping[str, Any] | tuple[str, ...] | list[str]) -> dict[str,
 
 def shares(names: Mapping[str, Any] | tuple[str, ...] | list[str]) -> set[str]:
     """Return the values of these metrics that are shares in 0 .. 1."""
-    return {value for name in names if find_metric(name).share for value in columns([name])}
+
+    def of(metric: Metric, name: str) -> Iterable[str]:
+        return metric.share if isinstance(metric.share, tuple) else columns([name]) if metric.share else ()
+
+    return {value for name in names for value in of(find_metric(name), name)}
+
+
+def titles(names: Mapping[str, Any] | tuple[str, ...] | list[str]) -> dict[str, str]:
+    """Return value -> title with its unit."""
+    percent = shares(names)
+    return {value: f"{title} (%)" if value in percent else title for value, title in columns(names).items()}
 
 
 def report_metrics(*, charts: bool = False) -> list[str]:
