@@ -43,7 +43,8 @@ def reproduce(
         seeds: number of seeds, counted from the first of the page.
         jobs: number of processes; default one for each core (full scale: one, which uses every GPU).
         report: write the pages and pictures of what has records into this folder, and run nothing.
-        verify: run the trial of this record again and compare every number.
+        verify: run the trial of this record again and compare every number; records of other seeds beside it show how
+            much may differ on another CPU.
     """
     from anechoic.sweeps.batch import check_counts, find_data_root
     from anechoic_lab import catalog
@@ -112,10 +113,11 @@ def reproduced(
 def verified(path: Path, runs: Path, root: Path) -> Outcome:
     """Train and evaluate the record's trial again, and compare every number with the recorded one."""
     import tempfile
+    from dataclasses import asdict
 
     from anechoic.storage.files import make_folder
     from anechoic.sweeps.trial import read_record, run_trial, trial_from_json
-    from anechoic_lab.records.verify import compare, verdict_text
+    from anechoic_lab.records.verify import compare, neighbors_of, verdict_text
 
     record = read_record(path)
     trial = trial_from_json(record)
@@ -124,13 +126,18 @@ def verified(path: Path, runs: Path, root: Path) -> Outcome:
     make_folder(runs)
     with tempfile.TemporaryDirectory(dir=runs, prefix="verify-") as folder:
         again = run_trial(trial, Path(folder) / "run", root=root)
-    found = compare(record, again)
+    found = compare(record, again, neighbors_of(path))
     if not found.within_tolerance:
         raise UserError(f"{path} could not be repeated: {verdict_text(record, again, found)}")
     return Outcome(
         config={},
-        metrics={"identical": found.identical, "compared": found.compared, "largest_difference": found.largest},
+        metrics={
+            "identical": found.identical,
+            "compared": found.compared,
+            "largest_difference": found.largest,
+            "differences": [asdict(difference) for difference in found.differences],
+        },
         seed=trial.config.seed,
         seconds=again["seconds"],
-        text=f"{path}: {verdict_text(record, again, found)}",
+        text=f"{path}: {verdict_text(record, again, found)}\n{found.table}",
     )

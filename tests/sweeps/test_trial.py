@@ -301,7 +301,7 @@ def test_a_tampered_record_is_refused(record_file, tmp_path):
     code, out, error = cli("reproduce", "--verify", record_file, "--runs", tmp_path / "runs")
     assert (code, out) == (2, "")
     assert error.count("\n") == 1
-    assert "could not be repeated: the headline numbers differ by at most 10, and 3 points are allowed" in error
+    assert "headline numbers differ by at most 10, 1 beyond the spread of seeds, most of all knn_mean" in error
 
 
 def metrics_of(record, **changes):
@@ -311,15 +311,24 @@ def metrics_of(record, **changes):
 @pytest.mark.slow
 def test_small_differences_are_tolerated_and_reported(encoder):
     _, record, _ = encoder
-    near = metrics_of(record, knn_mean=record["metrics"]["knn_mean"] + 1)
+    near, far = (metrics_of(record, knn_mean=record["metrics"]["knn_mean"] + points) for points in (1, 40))
     found = compare(record, near)
-    assert (found.identical, found.within_tolerance) == (False, True)
+    assert not found.within_tolerance
+    assert "no other seeds show its spread" in verdict_text(record, near, found)
+    seeds = [metrics_of(record, knn_mean=points) for points in (20.0, 21.0, 22.0, 23.0)]
+    for neighbors in (seeds, [*seeds, {**metrics_of(record, knn_mean=90.0), "variant": "another"}]):
+        found = compare(record, near, neighbors)
+        assert (found.identical, found.within_tolerance) == (False, True)
+        (changed,) = (difference for difference in found.differences if difference.size)
+        assert changed.allowed == pytest.approx(12.924 * math.sqrt(2 * 5 / 3), rel=1e-3)  # Student's t, 3 degrees
+        assert not compare(record, far, neighbors).within_tolerance
+    assert "knn_mean" in found.table
     assert found.largest == pytest.approx(1)
     assert "although commit and machine are the same" in verdict_text(record, near, found)
     elsewhere = {**near, "commit": "another", "machine": {**near["machine"], "cpu": "abacus"}}
     words = verdict_text(record, elsewhere, compare(record, elsewhere))
     assert "it was made on another kind of machine" in words
-    assert "this is another" in words
+    assert "this is commit another" in words
 
 
 @pytest.mark.slow
