@@ -119,6 +119,11 @@ class Picture:
         return f'<img alt="{escape(self.path.stem)}" src="data:image/png;base64,{content}">'
 
 
+def counted(count: int, noun: str) -> str:
+    """1 -> "1 image", 1200 -> "1,200 images"."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
 def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
     """{"accuracy": {"10": 0.5}} -> {"accuracy.10": 0.5}; lists stay as they are."""
     flat: dict[str, Any] = {}

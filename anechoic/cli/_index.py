@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from anechoic.choices import Scaling, Vector
 from anechoic.cli._shared import check_workers, refuse_swapped, skipped_rows
 from anechoic.cli.options import PathLike
+from anechoic.outcome import counted
 
 if TYPE_CHECKING:
     from anechoic.eval.encoders import Encoder
@@ -67,6 +68,6 @@ def search_text(search: dict[str, Any]) -> str:
 
 def index_text(metrics: dict[str, Any]) -> str:
     if metrics["added"] == metrics["images"]:
-        return f"\nIndexed {metrics['images']:,} images."
+        return f"\nIndexed {counted(metrics['images'], 'image')}."
     parts = [f"{metrics[name]:,} {name}" for name in ("added", "removed") if metrics[name]]
-    return f"\nThe index has {metrics['images']:,} images" + (f" ({', '.join(parts)})." if parts else ".")
+    return f"\nThe index has {counted(metrics['images'], 'image')}" + (f" ({', '.join(parts)})." if parts else ".")

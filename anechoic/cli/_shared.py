@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from anechoic.errors import UserError
-from anechoic.outcome import printable
+from anechoic.outcome import counted, printable
 
 
 def refuse_swapped(run: str | Path, data: str | Path) -> None:
@@ -37,4 +37,5 @@ def skipped_text(skipped: list[dict[str, str]]) -> str:
     if not skipped:
         return ""
     first = skipped[0]
-    return f"\n{len(skipped)} images could not be read; the first is {printable(first['name'])} ({first['reason']})."
+    count = counted(len(skipped), "image")
+    return f"\n{count} could not be read; the first is {printable(first['name'])} ({first['reason']})."

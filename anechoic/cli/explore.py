@@ -23,7 +23,7 @@ from anechoic.cli.options import (
     VectorScaling,
     Workers,
 )
-from anechoic.outcome import Outcome, printable
+from anechoic.outcome import Outcome, counted, printable
 
 if TYPE_CHECKING:
     from anechoic.index.collection import Exploration
@@ -131,7 +131,7 @@ def described(index: Index, found: Exploration) -> dict[str, Any]:
 
 
 def explore_text(metrics: dict[str, Any]) -> str:
-    from anechoic.pages.tables import counted, text_table
+    from anechoic.pages.tables import text_table
 
     def named(items: list[dict[str, Any]]) -> str:
         return ", ".join(printable(item["image"]) for item in items[:3])

@@ -9,7 +9,7 @@ from pathlib import Path
 from anechoic.choices import GuidanceForm, Process, Sampler
 from anechoic.cli._command import command
 from anechoic.cli.options import BatchSize, Out, PathLike, RunDirectory, Seed
-from anechoic.outcome import Outcome
+from anechoic.outcome import Outcome, counted
 
 
 @command
@@ -88,6 +88,6 @@ def sample(
         metrics={"images": len(images.pixels), "evaluations": receipt["evaluations"], "receipt": receipt},
         seed=seed,
         seconds=round(seconds, 3),
-        text=f"{len(images.pixels)} images by {receipt['sampler']} with {receipt['evaluations']} network evaluations "
-        f"each, in {seconds:.1f} s: {out}",
+        text=f"{counted(len(images.pixels), 'image')} by {receipt['sampler']} with {receipt['evaluations']} network "
+        f"evaluations each, in {seconds:.1f} s: {out}",
     )

@@ -24,6 +24,7 @@ from anechoic.config import EIGHT_BIT
 from anechoic.data.decoding import IGNORED_SUFFIXES, IMAGE_SUFFIXES, Undecodable, decode, stated_size
 from anechoic.data.stored import STORED_SUFFIXES, decode_stored, has_reader, reader_remedy, suffix_of
 from anechoic.errors import UserError
+from anechoic.outcome import counted
 from anechoic.rng import SampleGenerator
 
 log = logging.getLogger("anechoic")
@@ -303,7 +304,7 @@ def warn_ignored(names: Iterable[str], *, where: str) -> None:
         if remedy and not os.path.basename(name).startswith("."):
             kinds.setdefault(remedy, []).append(name)
     for remedy, found in kinds.items():
-        log.warning("%d images in %s are ignored, such as %s: %s.", len(found), where, found[0], remedy)
+        log.warning("%s in %s not read, such as %s: %s.", counted(len(found), "image"), where, found[0], remedy)
 
 
 def number_classes(names: Sequence[str]) -> tuple[np.ndarray, tuple[str, ...]]:

@@ -25,6 +25,7 @@ from anechoic.eval.feature_cache import features_of
 from anechoic.eval.features import Pooling
 from anechoic.eval.tensors import warn_if_constant
 from anechoic.models.network import Network
+from anechoic.outcome import counted
 from anechoic.runtime.checkpoint import load as load_network
 
 
@@ -94,7 +95,8 @@ def embed(
         name, reason = found.skipped[0]
         if named:
             raise UserError(f"{name!r} cannot be read: {reason}.")
-        warnings.warn(f"{len(found.skipped)} images could not be read; the first is {name} ({reason}).", stacklevel=3)
+        count = counted(len(found.skipped), "image")
+        warnings.warn(f"{count} could not be read; the first is {name} ({reason}).", stacklevel=3)
     vectors = next(iter(found.sets.values()))
     if not named:
         warn_if_constant(vectors, f"of layer {layer} ({chosen})")

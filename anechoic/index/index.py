@@ -32,6 +32,7 @@ from anechoic.eval.features import Pooling, choose_layers
 from anechoic.eval.metrics.knn import Neighbors, nearest_units
 from anechoic.eval.tensors import as_tensor, warn_if_constant
 from anechoic.index.neighbors import Approximate, load_faiss, nearest_others, open_approximate
+from anechoic.outcome import counted
 from anechoic.storage.cache import CARD, OpenEntry, hash_file, open_entry
 from anechoic.storage.files import write_aside, write_json
 
@@ -177,7 +178,9 @@ def update(
             name = source.name(int(i))
             bad[mine[i].hex()] = (name, reasons.get(name, "it could not be read"))
     if not parts:
-        raise UserError(f"None of the {len(mine):,} images can be read; the first is {next(iter(bad.values()))[0]}.")
+        raise UserError(
+            f"None of {counted(len(mine), 'image')} can be read; the first is {next(iter(bad.values()))[0]}."
+        )
     ids = np.sort(np.concatenate([part.ids for part in parts]))
     retry = readable(source, np.setdiff1d(np.arange(len(mine)), ids).tolist(), or_later=True)
     notes = {"encoder": encoder.fingerprint, "bad": bad, "decoders": decoders()}

@@ -14,6 +14,7 @@ from anechoic.data import BadImage, Source
 from anechoic.index.collection import Exploration
 from anechoic.index.index import Index
 from anechoic.index.queries import Query
+from anechoic.outcome import counted
 from anechoic.pages.charts import histogram
 from anechoic.pages.cluster_names import folder_of
 from anechoic.pages.html import (
@@ -34,7 +35,7 @@ from anechoic.pages.html import (
     selectable,
     table,
 )
-from anechoic.pages.tables import bytes_text, counted
+from anechoic.pages.tables import bytes_text
 from anechoic.pages.thumbnails import displayed, sheet, thumbnail
 
 # Pictures of a list on a page; the CSV has all of it, up to this number of rows, which a browser still opens.

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from anechoic.outcome import as_utf8, plain
-from anechoic.pages.tables import cell, counted
+from anechoic.outcome import as_utf8, counted, plain
+from anechoic.pages.tables import cell
 from anechoic.storage.files import write_aside
 
 # Groups on a map differ in color, then in shape too (page.js draws the same); longer legends are omitted.

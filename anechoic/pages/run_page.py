@@ -17,6 +17,7 @@ from anechoic.eval.projections import tsne
 from anechoic.eval.reconstruction import reconstructions, reconstructs, to_pixels
 from anechoic.eval.verdict import Verdict
 from anechoic.index.index import SCALING, Searchable
+from anechoic.outcome import counted
 from anechoic.pages.charts import line_chart
 from anechoic.pages.explanation import images_of, names_of, sampled
 from anechoic.pages.html import (
@@ -34,7 +35,7 @@ from anechoic.pages.html import (
     table,
 )
 from anechoic.pages.summary import Summary, arms
-from anechoic.pages.tables import cell, counted, duration, percent
+from anechoic.pages.tables import cell, duration, percent
 from anechoic.pages.thumbnails import sheet, thumbnail
 
 KINDS = {"learning": "good", "plateaued": "warn", "collapsed": "bad", "worse than raw pixels": "bad"}

@@ -40,11 +40,6 @@ def bytes_text(size: int) -> str:
     return f"{size} B"
 
 
-def counted(count: int, noun: str) -> str:
-    """1 -> "1 image", 1200 -> "1,200 images"."""
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
-
-
 def duration(seconds: float) -> str:
     """75.2 -> "1 min 15 s", as people say it."""
     whole = round(seconds)

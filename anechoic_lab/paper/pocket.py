@@ -9,7 +9,7 @@ chosen on test labels: settings come from the paper and from the time available.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -374,14 +374,14 @@ def picture_variants() -> dict[str, Variant]:
     return found
 
 
-def pictured(name: str, title: str, claim: str, data: str) -> Grid:
+def pictured(name: str, title: str, claim: str, data: str, score: Mapping[str, str] | None = None) -> Grid:
     return Grid(
         name=name,
         title=title,
         claim=claim,
         group="pictures",
         rows=[Row(f"alpha_min {alpha:g}", f"{data}-alpha{alpha:g}") for alpha in PAIR],
-        metrics={"knn_mean": "k-NN, mean token", "entropy": "rank (entropy)"},
+        metrics={**(score or {}), "knn_mean": "k-NN, mean token", "entropy": "rank (entropy)"},
         baseline=f"{data}-alpha1",
         kind="pictures",
     )
@@ -397,7 +397,11 @@ FIG4 = pictured(
     "scenes",
 )
 FIG6 = pictured(
-    "fig6", "Figure 6: reconstructions", "Decay does not harm the reconstruction of hidden patches.", "scenes"
+    "fig6",
+    "Figure 6: reconstructions",
+    "Decay does not harm the reconstruction of hidden patches.",
+    "scenes",
+    {"training.-1.held_out_loss": "held-out loss of hidden patches"},
 )
 SHOWN = {"fig3": "map", "fig4": "colors", "fig6": "reconstructions"}
 

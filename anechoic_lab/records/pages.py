@@ -241,7 +241,7 @@ def norms_body(grid: Grid, records: Records, out: Path) -> list[str]:
 
 def pictures_body(grid: Grid, records: Records, out: Path) -> list[str]:
     """Return the pictures of the first seed, as its record keeps them."""
-    lines = [*measured_table(grid, records), ""]
+    lines = [*measured_table(grid, records), "", *picture_conclusion(grid, records)]
     for row in grid.rows:
         kept = {seed: metrics for seed, metrics in records.metrics(row.variant).items() if "pictures" in metrics}
         for seed, metrics in sorted(kept.items())[:1]:
@@ -250,6 +250,19 @@ def pictures_body(grid: Grid, records: Records, out: Path) -> list[str]:
             )
             lines += [f"![{row.label}, seed {seed}]({path.name})", ""]
     return lines
+
+
+def picture_conclusion(grid: Grid, records: Records) -> list[str]:
+    """Return a sentence on which arm is ahead by k-NN."""
+    residual, decayed = (records.mean(row.variant, "knn_mean") for row in grid.rows)
+    if not (residual.n and decayed.n):
+        return []
+    first, second = sorted((("residual", residual.mean), ("decayed", decayed.mean)), key=lambda arm: -arm[1])
+    return [
+        f"In these short runs with AdamW the {first[0]} network is ahead by k-NN "
+        f"({first[1]:.1f} against {second[1]:.1f} %). Decay leads in longer runs: see the [scoreboard](README.md).",
+        "",
+    ]
 
 
 def draw_kept(pictures: dict, kind: str, path: Path, title: str) -> Path:

@@ -227,7 +227,7 @@ def test_missing_heic_support_names_the_extra(tmp_path, monkeypatch, caplog):
     for _ in range(2):  # every time
         caplog.clear()
         assert len(open_source(tmp_path)) == 1
-        assert "1 images in" in caplog.text
+        assert "1 image in" in caplog.text
         assert 'b.heic: HEIC needs an extra package: pip install "anechoic[heic]"' in caplog.text
 
 

@@ -108,7 +108,7 @@ def test_unreadable_image_is_refused_if_named_and_skipped_otherwise(place, model
     for i in range(20):
         Image.new("RGB", (16, 16), (i, 0, 0)).save(tmp_path / f"{i:02d}.png")
     (tmp_path / "bad.png").write_bytes(b"nothing")
-    with pytest.warns(UserWarning, match=r"1 images could not be read; the first is bad\.png"):
+    with pytest.warns(UserWarning, match=r"1 image could not be read; the first is bad\.png"):
         found = model.embed(tmp_path)
     assert len(found) == 20
     assert found.skipped[0][0] == "bad.png"

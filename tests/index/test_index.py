@@ -136,7 +136,7 @@ def test_index_of_unreadable_images_is_refused(run, photos):
     for path in photos.rglob("*.*g"):
         if path.name != "torn.png":
             path.unlink()
-    with pytest.raises(UserError, match=r"None of the 1 images can be read; the first is a/torn.png"):
+    with pytest.raises(UserError, match=r"None of 1 image can be read; the first is a/torn.png"):
         index_of(run, photos)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from anechoic.cli._command import command
 from anechoic.cli.options import Data, Out
-from anechoic.outcome import Outcome, printable
+from anechoic.outcome import Outcome, counted, printable
 
 
 @command
@@ -34,12 +34,13 @@ def shard(data: Data, /, *, out: Out, labels: bool = False, shard_bytes: int = 1
     with tqdm(total=len(source), unit=" images", delay=2, leave=False, disable=None) as bar:
         written = write_shards(source, out, shard_bytes=shard_bytes, progress=bar.update)
     lines = [
-        f"{out} holds {written.images:,} images in {written.shards} shards, {written.size:,} bytes with the index."
+        f"{out} holds {counted(written.images, 'image')} in {counted(written.shards, 'shard')}, {written.size:,} bytes "
+        "with the index."
     ]
     if written.skipped:
         name, why = written.skipped[0]
         lines.append(
-            f"{len(written.skipped)} images could not be read and were skipped; the first is {printable(name)} ({why})."
+            f"{counted(len(written.skipped), 'image')} could not be read; the first is {printable(name)} ({why})."
         )
     return Outcome(
         config={},
