@@ -6,6 +6,7 @@ nothing can run code when it is read. checkpoint.py decides when a checkpoint is
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import warnings
@@ -142,6 +143,10 @@ def disk_error(problem: BaseException) -> OSError:
 
 def sizes(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Return shape and dtype of every unsharded tensor; OSError if shards are missing or corrupted."""
+    # The reader opens every shard, and opening a pipe would wait for a writer.
+    odd = next((file for file in path.glob("*.safetensors") if not file.is_file()), None)
+    if odd is not None:
+        raise OSError(errno.EINVAL, f"{odd.name} is not a regular file", str(odd))
     try:
         tensors = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as problem:

@@ -1,6 +1,7 @@
 """Checkpoints: whole or not at all, checked, pruned, and loaded as the model they were."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -342,6 +343,25 @@ def test_what_is_no_model_is_refused(tmp_path):
         anechoic.load(path)
     (path / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(UserError, match="no readable weights"):
+        anechoic.load(path)
+
+
+def test_shard_that_is_no_regular_file_is_refused(tmp_path):
+    """Opening a pipe would wait forever."""
+    path = write(tmp_path, seen=64)
+    (path / "state.json").unlink()
+    (path / "model.safetensors").unlink()
+    shard = path / "shard-00001-model-00001-of-00001.safetensors"
+    os.mkfifo(shard)
+    # A writer, so that without the check the test fails instead of waiting.
+    descriptor = os.open(shard, os.O_RDWR)
+    os.write(descriptor, b"x")
+    with pytest.raises(UserError, match="is not a regular file"):
+        anechoic.load(path)
+    os.close(descriptor)
+    shard.unlink()
+    shard.symlink_to("/dev/zero")
+    with pytest.raises(UserError, match="is not a regular file"):
         anechoic.load(path)
 
 
