@@ -105,7 +105,9 @@ def scenarios(sources: dict[str, str]) -> dict[str, list[str]]:
 
 
 def is_refusal(code: int, words: str) -> bool:
-    errors = [line for line in words.splitlines() if line.startswith("anechoic: ")]
+    """Return whether it ended with one sentence; warnings of a run that continued come before it."""
+    spoken = [line for line in words.splitlines() if line.startswith("anechoic: ")]
+    errors = [line for line in spoken if "the run continues" not in line]
     return code == 2 and len(errors) == 1 and "Traceback" not in words
 
 

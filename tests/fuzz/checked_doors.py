@@ -379,7 +379,10 @@ def enter_card(root: Path) -> str:
         ).read_bytes()
 
     true = [written("true-one"), written("true-two")]
-    assert written("one") in true or "weights_sha256" not in written("one")[0], "an edited model is believed"
+    # Cards of earlier versions have no checksum of their own; everything else must be as written.
+    unsealed = [({key: value for key, value in card.items() if key != "checksum"}, data) for card, data in true]
+    found = written("one")
+    assert found in true + unsealed or "weights_sha256" not in found[0], "an edited model is believed"
     return type(model).__name__
 
 
