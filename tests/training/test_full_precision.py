@@ -1,4 +1,7 @@
-"""Structure below the 8th bit: a trained encoder separates it at full precision, and not after 8-bit quantization."""
+"""Structure below the 8th bit: the trained encoder separates it at full precision, and not after 8-bit quantization.
+
+The untrained encoder and raw pixels separate it too: the test is of the precision of the pixels, not of learning.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def microscope(root: Path, *, eight_bit: bool, each: int = 100) -> Path:
     return root
 
 
-def knn_accuracy(data: Path, out: Path) -> float:
+def knn_accuracy(data: Path, out: Path) -> dict[str, float]:
     how = {
         "image_size": 16,
         "model": "mae_tiny_patch4",
@@ -48,13 +51,16 @@ def knn_accuracy(data: Path, out: Path) -> float:
         "lr": 8e-3,
     }
     anechoic.pretrain(data, out=out, channels=1, devices=1, **how)  # type: ignore[arg-type]
-    found = anechoic.evaluate(out, data, metrics=["knn"], holdout=0.5, layers=[-1], pooling=["mean"], baselines=False)
-    return found.metrics["rows"][-1]["knn"]
+    found = anechoic.evaluate(out, data, metrics=["knn"], holdout=0.5, layers=[-1], pooling=["mean"])
+    return {row["encoder"]: row["knn"] for row in found.metrics["rows"]}
 
 
 @pytest.mark.slow
-def test_structure_below_the_8th_bit_is_learned_at_full_precision_only(tmp_path: Path) -> None:
-    full = knn_accuracy(microscope(tmp_path / "full", eight_bit=False), tmp_path / "run-full")
-    coarse = knn_accuracy(microscope(tmp_path / "coarse", eight_bit=True), tmp_path / "run-coarse")
-    assert full > 0.9
-    assert coarse < 0.7
+def test_structure_below_the_8th_bit_is_separated_at_full_precision_only(tmp_path: Path) -> None:
+    """Three seeds: 1.00 trained, untrained and by raw pixels; 0.46 to 0.54 after quantization, where 0.5 is chance."""
+    full = knn_accuracy(microscope(tmp_path / "full", eight_bit=False), tmp_path / "run")
+    coarse = knn_accuracy(microscope(tmp_path / "coarse", eight_bit=True), tmp_path / "coarse-run")
+    for name in ("run", "untrained", "raw pixels"):
+        assert full[name] > 0.9
+    for accuracy in coarse.values():
+        assert accuracy < 0.7
