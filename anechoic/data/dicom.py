@@ -51,7 +51,8 @@ class DicomImage(StoredImage):
         elif self.photometric == "PALETTE COLOR":
             self.dtype = np.dtype(np.uint16 if int(data.RedPaletteColorLookupTableDescriptor[2]) > 8 else np.uint8)
         else:
-            self.dtype = np.dtype(np.uint8 if int(data.BitsAllocated) <= 8 else np.uint16)
+            bits = int(data.BitsAllocated)
+            self.dtype = np.dtype(np.uint8 if bits <= 8 else np.uint16 if bits <= 16 else np.uint32)
         self.names = numbered(1 if self.gray else 3)
 
     def read(self, frame: int, box: Box) -> np.ndarray:
@@ -59,7 +60,16 @@ class DicomImage(StoredImage):
 
     def _frame(self, frame: int) -> np.ndarray:
         """Return (H, W, C) of a frame."""
-        values = pixel_array(self.data, index=frame)
+        syntax = self.data.file_meta.TransferSyntaxUID
+        try:
+            values = pixel_array(self.data, index=frame)
+        except RuntimeError as problem:  # every decoder that is installed refused it
+            if not syntax.is_compressed:
+                raise
+            why = str(problem).splitlines()[-1].strip(" .")
+            raise Undecodable(
+                f"no installed decoder reads its {syntax.name} ({why}); install python-gdcm or decompress it"
+            ) from problem
         if self.gray:
             if self.photometric == "MONOCHROME1":  # 0 is white
                 signed = bool(self.data.get("PixelRepresentation"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import zipfile
 from collections import Counter
 from pathlib import Path
@@ -16,7 +17,7 @@ import tifffile
 import torch
 from PIL import Image
 from pydicom.dataset import FileMetaDataset
-from pydicom.uid import ExplicitVRLittleEndian, JPEGLSLossless, generate_uid
+from pydicom.uid import ExplicitVRLittleEndian, JPEGExtended12Bit, JPEGLSLossless, generate_uid
 
 from anechoic.config import EIGHT_BIT, PixelConfig
 from anechoic.data import Augment, BadImage, Loader, open_source
@@ -188,6 +189,21 @@ def test_dicom_applies_rescaling_inversion_and_splits_frames(tmp_path: Path) -> 
     assert len(found) == 5
 
 
+def test_dicom_color_of_32_bits_is_not_cut_to_16(tmp_path: Path) -> None:
+    values = np.array([[[0, 65_536, 70_000], [1, 2**24, 2**31]]], np.uint32)
+    color = {
+        "SamplesPerPixel": 3,
+        "PhotometricInterpretation": "RGB",
+        "PlanarConfiguration": 0,
+        "Rows": 1,
+        "Columns": 2,
+    }
+    bits = {"BitsAllocated": 32, "BitsStored": 32, "HighBit": 31}
+    path = write_dicom(tmp_path / "a.dcm", values.reshape(1, -1), **color, **bits)
+    found = decode_stored(path.read_bytes(), pixels=PixelConfig(type="float32"), channels=3)
+    assert np.array_equal(found.numpy().transpose(1, 2, 0), values)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # pydicom warns about what its test files are for
 def test_every_dicom_file_of_pydicom_is_read_or_refused_in_one_sentence() -> None:
@@ -209,6 +225,7 @@ def test_every_dicom_file_of_pydicom_is_read_or_refused_in_one_sentence() -> Non
     assert found["torch.float32"] >= 50
     assert found["torch.uint8"] >= 15
     assert found["torch.uint16"] >= 3
+    assert all(re.search("; (install|save|remove|copy)", reason) for reason in found if reason.startswith("refused"))
 
 
 # ---- bad input: one sentence with the name and the remedy, and the rest is read
@@ -269,8 +286,12 @@ def test_dicom_without_pixels_or_decoder_is_refused(tmp_path: Path) -> None:
     data["PixelData"].VR = "OB"
     data.file_meta.TransferSyntaxUID = JPEGLSLossless
     data.save_as(tmp_path / "packed.dcm")
+    data.file_meta.TransferSyntaxUID = JPEGExtended12Bit  # Pillow decodes it, of 8 bits
+    data.save_as(tmp_path / "extended.dcm")
     source = open_source(tmp_path, channels=1, pixels=PixelConfig(type="float32"))
-    packed, report = source.read_many([0, 1])
+    extended, packed, report = source.read_many([0, 1, 2])
+    assert isinstance(extended, BadImage)
+    assert re.fullmatch(r"no installed decoder reads its JPEG Extended .*; install python-gdcm or .*", extended.reason)
     assert isinstance(packed, BadImage)
     assert isinstance(report, BadImage)
     assert "transfer syntax JPEG-LS" in packed.reason
