@@ -20,10 +20,21 @@ from anechoic.errors import UserError
 PIXELS_AT_ONCE = 1 << 22
 ORIENTATION = 0x0112
 ALPHA_MODES = {"RGBA", "LA", "PA", "RGBa", "La"}
+# Stored values are shown between these percentiles of each channel.
+SHOWN_PERCENTILES = (1, 99)
 
 
 class Undecodable(Exception):
     """The bytes are not an image that can be read; the message has the reason."""
+
+
+def stretched(values: np.ndarray, like: np.ndarray | None = None) -> np.ndarray:
+    """Return (..., H, W, C) in 0 .. 1 for viewing: 0 and 1 are percentiles of each channel of each image.
+
+    like: images whose percentiles are used (default: values).
+    """
+    low, high = np.percentile(values if like is None else like, SHOWN_PERCENTILES, axis=(-3, -2), keepdims=True)
+    return ((values - low) / np.where(high > low, high - low, 1)).clip(0, 1)
 
 
 def as_pixels(picture: Any, *, channels: int) -> Tensor:

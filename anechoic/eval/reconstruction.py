@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anechoic.data.pixels import stretched
 from anechoic.eval.encoders import Encoder
 from anechoic.eval.features import evaluating
 from anechoic.models import family_of
@@ -21,8 +22,11 @@ def reconstructs(encoder: Encoder) -> bool:
     return isinstance(encoder.model, Network) and family_of(encoder.model.config) == "mae"
 
 
-def to_pixels(encoder: Encoder, images: Tensor) -> np.ndarray:
-    """Prepared (n, C, H, W) -> (n, H, W, C) in 0 .. 1."""
+def to_pixels(encoder: Encoder, images: Tensor, like: Tensor | None = None) -> np.ndarray:
+    """Prepared (n, C, H, W) -> (n, H, W, C) in 0 .. 1; stored values are stretched by the percentiles of `like`."""
+    if encoder.preprocess.pixels.stored:
+        values, known = (x.permute(0, 2, 3, 1).numpy(force=True) for x in (images, images if like is None else like))
+        return stretched(values, known)
     return encoder.preprocess.invert(images).clamp(0, 1).permute(0, 2, 3, 1).numpy(force=True)
 
 
@@ -74,4 +78,4 @@ def in_pixels(
         prediction = prediction * (variance + 1e-6).sqrt() + mean
     places = hidden.view(len(images), *grid).repeat_interleave(p, 1).repeat_interleave(p, 2)
     predicted = unpatchify(prediction, p, grid)
-    return to_pixels(encoder, images), places.numpy(force=True), to_pixels(encoder, predicted)
+    return to_pixels(encoder, images), places.numpy(force=True), to_pixels(encoder, predicted, like=images)

@@ -101,6 +101,8 @@ def facts_table(summaries: Sequence[Summary]) -> Html:
         "images": "images trained on",
         "held_out": "images held out",
         "image_size": "image size",
+        "pixels": "pixels",
+        "channels": "channels",
         "seen": "samples seen",
         "epochs": "epochs (of whole batches)",
         "seconds": "time",

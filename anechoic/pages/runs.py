@@ -89,6 +89,8 @@ def facts(run: RunOnDisk, *, weights: int | None = None) -> dict[str, Any]:
         "images": data.size,
         "held_out": data.holdout,
         "image_size": data.image_size,
+        "pixels": f"{data.pixels.type} as stored" if data.pixels.stored else data.pixels.type,
+        "channels": ", ".join(data.pixels.select) or data.channels,
         "seen": run.seen,
         "samples": optim.samples,
         "epochs": round(run.seen / epoch, 2) if (epoch := samples_per_epoch(run)) else None,

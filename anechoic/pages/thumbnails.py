@@ -11,11 +11,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from anechoic.data.pixels import stretched
 from anechoic.pages.html import Sheet
 
 SIDE, TINY = 96, 16
-# Stored values are shown between these percentiles of each channel.
-SHOWN_PERCENTILES = (1, 99)
 
 
 def displayed(image: Tensor) -> np.ndarray:
@@ -24,9 +23,7 @@ def displayed(image: Tensor) -> np.ndarray:
     if image.dtype == torch.uint8 and len(image) in (1, 3, 4):
         return image.permute(1, 2, 0).numpy()
     values = image[: 3 if len(image) >= 3 else 1].float().permute(1, 2, 0).numpy()
-    low, high = np.percentile(values, SHOWN_PERCENTILES, axis=(0, 1))
-    unit = (values - low) / np.where(high > low, high - low, 1)
-    return (255 * unit.clip(0, 1)).round().astype(np.uint8)
+    return (255 * stretched(values)).round().astype(np.uint8)
 
 
 def thumbnail(pixels: np.ndarray, *, side: int = SIDE) -> str:

@@ -2,9 +2,11 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
+from anechoic.data.pixels import stretched
 from anechoic.data.preprocess import Preprocess
 from anechoic.errors import UserError
 
@@ -54,3 +56,14 @@ def test_nonsense_is_refused_in_a_sentence(change):
 def test_other_channels_are_refused():
     with pytest.raises(UserError, match="takes images of 3 channels and these have 1"):
         COLOR.apply(torch.zeros(1, 1, 4, 4, dtype=torch.uint8))
+
+
+def test_stretched_maps_percentiles_of_each_channel_of_each_image_to_0_and_1():
+    ramp = np.linspace(0, 1, 10_000).reshape(100, 100)
+    images = np.stack([np.stack([1000 * ramp, 5 + 3 * ramp], -1), np.stack([ramp, np.full_like(ramp, 7.0)], -1)])
+    found = stretched(images)
+    assert found.min() == 0
+    assert found.max() == 1
+    np.testing.assert_allclose(found[0, :, :, 0], found[0, :, :, 1], atol=1e-9)
+    assert (found[1, :, :, 1] == 0).all()
+    np.testing.assert_allclose(stretched(images[:1] * [1.0, 0.0] + [0.0, 6.5], like=images[:1])[..., 1], 0.5, atol=1e-9)
