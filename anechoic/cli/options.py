@@ -44,6 +44,10 @@ Log = Annotated[
     Sequence[Tracker],
     arg(help="trackers that get metrics, config and pictures too, offline unless your environment names a server."),
 ]
+ValidationLabels = Annotated[
+    PathLike | None,
+    arg(metavar="DATA", help="labeled images, never trained on, whose k-NN and probe accuracy validations record."),
+]
 Layer = Annotated[int, arg(help="0 is the embedding, k the k-th block, -1 the encoder's output.")]
 Layers = Annotated[
     Sequence[int] | AllLayers | None,

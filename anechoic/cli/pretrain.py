@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from anechoic.choices import Algorithm, AlphaMin, Stretch
 from anechoic.cli._command import training_command
-from anechoic.cli.options import Data, Devices, DryRun, ImageSize, Log, Out, PathLike, Seed, Workers
+from anechoic.cli.options import Data, Devices, DryRun, ImageSize, Log, ValidationLabels, Out, PathLike, Seed, Workers
 from anechoic.cli.train import train_config
 from anechoic.config import Config, Options, budget, default_holdout, from_json
 from anechoic.outcome import Outcome
@@ -45,6 +45,7 @@ def pretrain(
     seed: Seed = 0,
     devices: Devices = None,
     log: Log = (),
+    validation_labels: ValidationLabels = None,
     verbose: bool = False,
     dry_run: DryRun = False,
 ) -> Outcome:
@@ -108,7 +109,9 @@ def pretrain(
     )
     # The size of scenes depends on the config, so they are drawn again.
     opened = None if str(data).startswith("scenes") else source
-    found = train_config(config, out, dry_run=dry_run, brief=not verbose, source=opened, log=log)
+    found = train_config(
+        config, out, dry_run=dry_run, brief=not verbose, source=opened, log=log, validation_labels=validation_labels
+    )
     return found if dry_run else with_verdict(found, out, opened)
 
 

@@ -12,7 +12,7 @@ import tyro
 
 from anechoic.choices import Tracker
 from anechoic.cli._command import training_command
-from anechoic.cli.options import DryRun, Log, OptionalOut
+from anechoic.cli.options import DryRun, Log, ValidationLabels, OptionalOut, PathLike
 from anechoic.config import Config, to_json
 from anechoic.outcome import Outcome
 from anechoic.recipes import recipe as recipe_by_name
@@ -36,7 +36,14 @@ else:
 
 @training_command
 @tyro.conf.configure(tyro.conf.CascadeSubcommandArgs)
-def train(recipe: Recipe, *, out: OptionalOut = None, log: Log = (), dry_run: DryRun = False) -> Outcome:
+def train(
+    recipe: Recipe,
+    *,
+    out: OptionalOut = None,
+    log: Log = (),
+    validation_labels: ValidationLabels = None,
+    dry_run: DryRun = False,
+) -> Outcome:
     """Train a recipe, any of its settings overridden; `anechoic train RECIPE --help` lists them.
 
     --out is the run directory, runs/RECIPE by default. The same command resumes. SIGTERM and Ctrl-C save first (exit
@@ -49,7 +56,8 @@ def train(recipe: Recipe, *, out: OptionalOut = None, log: Log = (), dry_run: Dr
     """
     config: Config = recipe_by_name(recipe) if isinstance(recipe, str) else recipe
     config = with_recipe_options(config)
-    return train_config(config, Path(out or Path("runs") / (config.recipe or "run")), dry_run=dry_run, log=log)
+    out = Path(out or Path("runs") / (config.recipe or "run"))
+    return train_config(config, out, dry_run=dry_run, log=log, validation_labels=validation_labels)
 
 
 def with_recipe_options(config: Config) -> Config:
@@ -72,6 +80,7 @@ def train_config(
     brief: bool = False,
     source: Source | None = None,
     log: Sequence[Tracker] = (),
+    validation_labels: PathLike | None = None,
 ) -> Outcome:
     """Check the config and train it, or only print it. source: its data, if it is open already."""
     from anechoic.training.build import check
@@ -81,7 +90,8 @@ def train_config(
     if dry_run:
         return Outcome(config=to_json(config), metrics={}, seed=config.seed, text=json.dumps(to_json(config), indent=2))
     before = (out / "results.json").exists()
-    results = fit(config, out, verbose=True, brief=brief, source=source, log_to=log)
+    labels = None if validation_labels is None else str(validation_labels)
+    results = fit(config, out, verbose=True, brief=brief, source=source, log_to=log, validation_labels=labels)
     metrics = results["metrics"]
     text = f"{out} {'was finished before' if before else 'is trained'}: {metrics['seen']:,} samples seen"
     text += f", loss {metrics['loss']:.4f}"

@@ -34,7 +34,7 @@ from anechoic.pages.html import (
     safe,
     table,
 )
-from anechoic.pages.summary import Summary, arms
+from anechoic.pages.summary import ONLINE, Summary, arms
 from anechoic.pages.tables import cell, duration, percent
 from anechoic.pages.thumbnails import sheet, thumbnail
 
@@ -166,6 +166,7 @@ def training_parts(summaries: Sequence[Summary]) -> list[str]:
                 xlabel="samples seen",
                 dots=False,
             ),
+            *accuracy_charts(summaries),
         ]
         return [figure("Every run over its training, on images held out of it.", charts)]
     return [
@@ -190,6 +191,17 @@ def training_charts(summary: Summary) -> list[Html]:
     if summary.curves["train"].get("gradient_norm"):
         norm = {"gradient": over_time(summary, "train", "gradient_norm")}
         charts.append(line_chart(norm, title="gradient norm", xlabel="samples seen", dots=False))
+    return charts + accuracy_charts([summary])
+
+
+def accuracy_charts(summaries: Sequence[Summary]) -> list[Html]:
+    """Accuracies that validations recorded on labeled images, a line per run."""
+    charts = []
+    for key, title in ONLINE.items():
+        curves = {s.name: over_time(s, "validation", key) for s in summaries if s.measure(key) is not None}
+        lines = {name: (seen, [x if x is None else 100 * x for x in values]) for name, (seen, values) in curves.items()}
+        if lines:
+            charts.append(line_chart(lines, title=title, xlabel="samples seen", dots=False))
     return charts
 
 

@@ -18,10 +18,13 @@ from anechoic.pages.runs import RunOnDisk, curves, encoder_of, facts, images_for
 # Settings in which runs of one arm may differ: they change no distribution that anybody asks about.
 NOT_THE_ARM = ("seed", "devices", "threads", "data.workers", "compile", "recompute", "fused", "recipe")
 
+# Accuracies on labeled images, which validations record with --validation-labels.
+ONLINE = {"labels_knn": "k-NN on labeled images (%)", "labels_probe": "probe on labeled images (%)"}
+
 
 def measures() -> dict[str, str]:
     """Return what arms are compared by: name -> title. Beside loss and crop retrieval, each metric with a chart."""
-    found = {"held_out_loss": "held-out loss", "crop_retrieval": "crop retrieval (%)"}
+    found = {"held_out_loss": "held-out loss", "crop_retrieval": "crop retrieval (%)", **ONLINE}
     for name in report_metrics(charts=True):
         found[name] = next(iter(titles([name]).values()))
     return found
@@ -43,9 +46,12 @@ class Summary:
 
     def measure(self, name: str) -> float | None:
         """Return one of `measures()`, of the last layer and the end of the training so far."""
+        recorded = next((x for x in reversed(self.curves["validation"].get(name, [])) if x is not None), None)
         if name == "held_out_loss":
-            return next((x for x in reversed(self.curves["validation"].get(name, [])) if x is not None), None)
-        if name == "crop_retrieval":
+            return recorded
+        if name in ONLINE:
+            value, share = recorded, True
+        elif name == "crop_retrieval":
             value, share = self.verdict.signals.crop_retrieval if self.verdict else None, True
         else:
             key = next(iter(columns([name])))

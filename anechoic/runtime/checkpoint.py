@@ -271,6 +271,8 @@ def read_card(path: Path) -> dict[str, Any]:
             f"{file} was edited or damaged after it was written: restore it, or write the model again from a "
             "checkpoint."
         )
+    if WEIGHTS_CHECKSUM in card and own is None and elsewhere is None:
+        log.warning("%s has no checksum, like those of version 0.1: nobody can tell whether it was edited.", file)
     return {name: value for name, value in card.items() if name != SEAL}
 
 

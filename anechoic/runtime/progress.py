@@ -11,13 +11,14 @@ from anechoic.runtime.run import VALIDATION
 
 
 class Progress:
-    """Show samples seen, images per second, the time left and the latest loss."""
+    """Show samples seen, images per second, the time left, the latest loss and accuracy on labeled images."""
 
     def __init__(self, *, samples: int, seen: int, shown: bool) -> None:
         # disable=None: no bar where there is no terminal.
         hidden = None if shown else True
         self.bar = tqdm(total=samples, initial=seen, unit="img", unit_scale=True, disable=hidden, dynamic_ncols=True)
         self.samples, self.shown = samples, shown
+        self.accuracy: dict[str, str] = {}
 
     def __enter__(self) -> Progress:
         return self
@@ -26,11 +27,12 @@ class Progress:
         self.close()
 
     def advance(self, samples: int, *, loss: float) -> None:
-        self.bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+        self.bar.set_postfix(loss=f"{loss:.4f}", **self.accuracy, refresh=False)
         self.bar.update(samples)
 
     def record(self, record: dict[str, Any]) -> None:
         """Print a validation where there is no bar."""
+        self.accuracy = {name: f"{value:.3f}" for name, value in record.items() if name.startswith("labels_")}
         if record["kind"] in VALIDATION and self.shown and self.bar.disable:
             print(f"{record['seen']:>12,} of {self.samples:,} samples  {summary(record)}", file=sys.stderr, flush=True)
 

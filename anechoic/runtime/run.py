@@ -54,7 +54,16 @@ RESULT_FILES = ("results.json", "metrics.jsonl", "model/config.json", "model/mod
 
 
 # Values of a record that are numbers; others may be lists with one number per layer.
-SCALARS = ("seen", "loss", "held_out_loss", "seconds", "images_per_second", "gradient_norm")
+SCALARS = (
+    "seen",
+    "loss",
+    "held_out_loss",
+    "labels_knn",
+    "labels_probe",
+    "seconds",
+    "images_per_second",
+    "gradient_norm",
+)
 
 
 def _is_number(value: Any) -> bool:

@@ -84,6 +84,10 @@ def model_options(config: Config) -> dict[str, Any]:
     }
 
 
+def network_config(config: Config) -> NetworkConfig:
+    return model_config(config.model.name, **model_options(config))
+
+
 def make_model(config: Config) -> Any:
     """Return the network; with shortcut.via=groups the folded one, which starts with the same outputs."""
     model = build_model(config.model.name, **model_options(config))
@@ -106,7 +110,7 @@ def check(config: Config) -> None:
         raise UserError(
             f"{config.objective.name} trains a {wanted} model, not {config.model.name}: choose one of those."
         )
-    network = model_config(config.model.name, **model_options(config))
+    network = network_config(config)
     theirs, ours = config.objective.options.get("num_classes"), getattr(network, "num_classes", None)
     if theirs is not None and theirs != ours:
         raise UserError(
@@ -151,7 +155,7 @@ def reads_without_labels(network: NetworkConfig) -> bool:
 
 def check_labels(config: Config, source: Source) -> None:
     """Raise UserError for labels above the network's classes; the next number is the null label."""
-    classes = getattr(model_config(config.model.name, **model_options(config)), "num_classes", None)
+    classes = getattr(network_config(config), "num_classes", None)
     if classes is None or source.labels is None:
         return
     most = int(source.labels.max()) + 1

@@ -70,7 +70,7 @@ from anechoic.training.checkpointing import Checkpointer, UnshardedCopy, is_shar
 from anechoic.training.ema import EMA
 from anechoic.training.objectives import Objective, make_objective
 from anechoic.training.optim import gradient_norm, learning_rate, set_learning_rate
-from anechoic.training.validation import Samples, make_validator
+from anechoic.training.validation import Samples, make_validator, open_labeled
 
 log = logging.getLogger("anechoic")
 
@@ -93,6 +93,7 @@ def fit(
     brief: bool = False,
     source: Source | None = None,
     log_to: Sequence[Tracker] = (),
+    validation_labels: str | None = None,
 ) -> dict[str, Any]:
     """Train the config in run_dir, or resume it, and return the content of its results.json.
 
@@ -100,15 +101,18 @@ def fit(
     shows the frozen config (brief: one line of it) and the progress on the standard error stream.
     source: the data of the config, if it is open already; other processes open it again.
     log_to: trackers that get metrics, config and pictures, too.
+    validation_labels: labeled images on which validations also measure accuracy; the training never reads them.
     """
     run_dir = Path(run_dir)
     trackers: list[Tracker] = [*log_to]
     if config.validation.tensorboard and "tensorboard" not in trackers:
         trackers.append("tensorboard")
     check_installed(trackers)
+    labeled = None if validation_labels is None else open_labeled(config, validation_labels)
     devices = number_of_ranks(config, run_dir)
     if devices > 1 and not under_launcher():
-        return launch(partial(fit, verbose=verbose, brief=brief, log_to=log_to), config, run_dir, devices=devices)
+        options: dict[str, Any] = {"verbose": verbose, "brief": brief, "log_to": log_to}
+        return launch(partial(fit, **options, validation_labels=validation_labels), config, run_dir, devices=devices)
 
     with ExitStack() as stack:
         stack.enter_context(naming_killed_workers())
@@ -207,7 +211,7 @@ def fit(
         validation = None
         if run is not None and data.holdout:
             validation = make_validator(
-                config, objective, source, train_indices, held_out_indices, preprocess=preprocess
+                config, objective, source, train_indices, held_out_indices, preprocess=preprocess, labeled=labeled
             )
 
         loggers = stack.enter_context(Loggers(trackers if run else (), run_dir, to_json(config), sent=before))

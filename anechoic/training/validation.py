@@ -1,12 +1,12 @@
-"""Validation during training, on held-out samples and without labels.
+"""Validation during training, on held-out samples.
 
 The loss with fixed masks and noise, effective rank and token norm of every block, branches relative to their
-shortcuts; k-NN on request. (Section 5.)
+shortcuts; on request k-NN, and the accuracy on labeled images that no training reads. (Section 5.)
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,22 +16,27 @@ from torch import Tensor, nn
 from anechoic.config import Config
 from anechoic.data import Source, Subset
 from anechoic.data.in_memory import InMemory
+from anechoic.data.latents import is_latents
 from anechoic.data.preprocess import Preprocess
 from anechoic.diffusion.generate import Decoder, contact_sheet
 from anechoic.diffusion.process import Process, process_of
 from anechoic.diffusion.samplers import sample_batch, samplers_for
+from anechoic.errors import UserError
 from anechoic.eval.denoisers import Denoiser, denoiser_of
 from anechoic.eval.encoders import Encoder
-from anechoic.eval.eval_data import EvalData
+from anechoic.eval.eval_data import EvalData, check_classes
+from anechoic.eval.eval_data import split as split_labeled
 from anechoic.eval.evaluator import EvalSpec, Evaluator
 from anechoic.eval.features import evaluating
 from anechoic.eval.reconstruction import reconstructions, reconstructs
 from anechoic.rng import SampleGenerator
-from anechoic.training.build import reads_without_labels
+from anechoic.training.build import network_config, open_data, reads_without_labels
 from anechoic.training.objectives import Objective
 
 # Images of a validation's picture, their largest side, and the steps to sample one.
 PICTURES, PICTURE_SIDE, PICTURE_STEPS = 8, 96, 20
+# Maximum number of labeled images that vote and fit a probe, and of those that are tested.
+LABELED_TRAIN, LABELED_TEST = 3072, 1024
 
 
 class Samples(NamedTuple):
@@ -43,16 +48,17 @@ class Samples(NamedTuple):
 
 @dataclass(frozen=True)
 class Validator:
-    """Measures on held-out samples; `votes` are the training samples of the k-NN validation."""
+    """Measures on held-out samples; `votes` are the training samples of the k-NN validation, `labeled` other images."""
 
     config: Config
     objective: Objective
     preprocess: Preprocess
     held_out: InMemory
     votes: InMemory | None
+    labeled: EvalData | None = None
 
     def measure(self, model: Any) -> dict[str, Any]:
-        """Return held_out_loss (and other values of the objective), values per block and per Shortcut, knn_accuracy."""
+        """Return held_out_loss (and others of the objective), values per block and Shortcut, knn_accuracy, labels_*."""
         device = next(model.parameters()).device
         record: dict[str, Any] = {f"held_out_{name}": value for name, value in self.losses(model, device).items()}
         if not reads_without_labels(model.config):
@@ -66,6 +72,10 @@ class Validator:
         record |= found.network
         if self.votes is not None:
             record["knn_accuracy"] = found.value("knn", pooling="mean")
+        if self.labeled is not None:
+            accuracy = Evaluator(replace(spec, metrics=("knn", "probe")), device=str(device), cached=False)
+            found = accuracy.run(encoder, self.labeled)
+            record |= {f"labels_{name}": found.value(name, pooling="mean") for name in accuracy.spec.metrics}
         return record
 
     def encoder(self, model: nn.Module) -> Encoder | Denoiser:
@@ -144,13 +154,41 @@ def make_validator(
     held_out_indices: np.ndarray,
     *,
     preprocess: Preprocess,
+    labeled: EvalData | None = None,
 ) -> Validator:
-    """Read the held-out samples, and the first training samples for k-NN, without augmentation."""
+    """Read the held-out samples, the first training samples for k-NN, and labeled ones, without augmentation."""
+
+    def read(part: Source) -> InMemory:
+        return InMemory.of(part, image_size=config.data.image_size, seed=config.seed)
+
     held_out, votes = (
-        InMemory.of(Subset(source, indices), image_size=config.data.image_size, seed=config.seed)
-        if len(indices)
-        else None
+        read(Subset(source, indices)) if len(indices) else None
         for indices in (held_out_indices, train_indices[: config.validation.knn])
     )
     assert held_out is not None, "a run without held-out samples has no validation"
-    return Validator(config, objective, preprocess, held_out, votes)
+    if labeled is not None:
+        assert labeled.train is not None
+        assert labeled.train_labels is not None
+        assert labeled.test_labels is not None
+        train, test = read(labeled.train), read(labeled.test)
+        # Unreadable images are skipped.
+        train_labels, test_labels = labeled.train_labels[train.ids.numpy()], labeled.test_labels[test.ids.numpy()]
+        labeled = EvalData(train, test, train_labels, test_labels, labeled.classes)
+    return Validator(config, objective, preprocess, held_out, votes, labeled)
+
+
+def open_labeled(config: Config, where: str) -> EvalData:
+    """Open labeled images for the validations of a run, a fifth of them to be tested; the training never reads them."""
+    if config.data.holdout == 0:
+        raise UserError("--validation-labels needs validations, and this run has none: set data.holdout above 0.")
+    if not reads_without_labels(network_config(config)):
+        raise UserError(
+            "--validation-labels runs the network without labels, for which it is not trained: set label_dropout above 0."
+        )
+    if is_latents(where) != is_latents(config.data.source):
+        raise UserError(
+            f"--validation-labels {where} and the data of the run must both be images, or both latents: choose others."
+        )
+    source = open_data(replace(config, data=replace(config.data, source=where, labels=True)))
+    found = split_labeled(source, holdout=0.2, seed=0)
+    return check_classes(found.first(max_train=LABELED_TRAIN, max_test=LABELED_TEST))

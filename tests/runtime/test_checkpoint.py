@@ -329,6 +329,18 @@ def test_card_without_checksums_is_believed(tmp_path):
     assert anechoic.load(path).preprocess.mean == (0.9,)
 
 
+def test_card_of_version_0_1_is_believed_with_a_warning(tmp_path, caplog):
+    write(tmp_path / "checkpoints", seen=64)
+    path = checkpoint.export_weights(tmp_path)
+    assert anechoic.load(path)
+    assert not caplog.records
+    card = json.loads((path / "config.json").read_text())
+    del card["checksum"]
+    (path / "config.json").write_text(json.dumps(card))
+    assert anechoic.load(path)
+    assert "nobody can tell whether it was edited" in caplog.text
+
+
 def test_what_is_no_model_is_refused(tmp_path):
     for directory, words in ((tmp_path / "nowhere", "There is no run"), (tmp_path, "holds no weights")):
         with pytest.raises(UserError, match=words):
