@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from anechoic.choices import Algorithm, AlphaMin, Stretch
 from anechoic.cli._command import training_command
-from anechoic.cli.options import Data, Devices, DryRun, ImageSize, Log, ValidationLabels, Out, PathLike, Seed, Workers
+from anechoic.cli.options import Data, Devices, DryRun, ImageSize, Log, Out, PathLike, Seed, ValidationLabels, Workers
 from anechoic.cli.train import train_config
 from anechoic.config import Config, Options, budget, default_holdout, from_json
 from anechoic.outcome import Outcome

@@ -12,7 +12,7 @@ import tyro
 
 from anechoic.choices import Tracker
 from anechoic.cli._command import training_command
-from anechoic.cli.options import DryRun, Log, ValidationLabels, OptionalOut, PathLike
+from anechoic.cli.options import DryRun, Log, OptionalOut, PathLike, ValidationLabels
 from anechoic.config import Config, to_json
 from anechoic.outcome import Outcome
 from anechoic.recipes import recipe as recipe_by_name

@@ -183,7 +183,7 @@ def open_labeled(config: Config, where: str) -> EvalData:
         raise UserError("--validation-labels needs validations, and this run has none: set data.holdout above 0.")
     if not reads_without_labels(network_config(config)):
         raise UserError(
-            "--validation-labels runs the network without labels, for which it is not trained: set label_dropout above 0."
+            "--validation-labels runs the network without labels, which needs label_dropout above 0 in its training."
         )
     if is_latents(where) != is_latents(config.data.source):
         raise UserError(
