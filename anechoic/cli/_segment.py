@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from anechoic.choices import Weights
+
 
 def segment(
     run: str,
@@ -17,6 +19,7 @@ def segment(
     image_list: Path | None,
     samples: int | None,
     image_size: int | None,
+    weights: Weights | None,
     epochs: int,
     batch: int,
     channels: int,
@@ -36,7 +39,7 @@ def segment(
     from anechoic.eval.segmentation import SpectralOptions, larger, segment_images
     from anechoic.pages.tables import percent, text_table
 
-    encoder = open_encoder(run, image_size=image_size)
+    encoder = open_encoder(run, image_size=image_size, weights=weights)
     if image_size is None:
         encoder = larger(encoder)
     options = SpectralOptions(channels=channels, epochs=epochs, batch=batch, ema=ema, seed=seed)

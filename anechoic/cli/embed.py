@@ -10,7 +10,7 @@ from tyro import MISSING
 
 from anechoic.cli._command import command
 from anechoic.cli._shared import check_workers, refuse_swapped, skipped_text
-from anechoic.cli.options import Data, Device, ImageSize, Layer, OnePooling, Out, Run, Workers
+from anechoic.cli.options import Data, Device, ImageSize, Layer, OnePooling, Out, Run, WeightsOption, Workers
 from anechoic.errors import UserError
 from anechoic.outcome import Outcome
 
@@ -27,6 +27,7 @@ def embed(
     layer: Layer = -1,
     pooling: OnePooling = None,
     image_size: ImageSize = None,
+    weights: WeightsOption = None,
     device: Device = "auto",
     workers: Workers = None,
 ) -> Vectors: ...
@@ -40,6 +41,7 @@ def embed(
     layer: Layer = -1,
     pooling: OnePooling = None,
     image_size: ImageSize = None,
+    weights: WeightsOption = None,
     device: Device = "auto",
     workers: Workers = None,
     part_size: int = 8192,
@@ -54,6 +56,7 @@ def embed(
     layer: Layer = -1,
     pooling: OnePooling = None,
     image_size: ImageSize = None,
+    weights: WeightsOption = None,
     device: Device = "auto",
     workers: Workers = None,
     part_size: int = 8192,
@@ -80,7 +83,7 @@ def embed(
     if out is MISSING:
         from anechoic.eval import embedding
 
-        encoder = open_encoder(run, image_size=image_size)
+        encoder = open_encoder(run, image_size=image_size, weights=weights)
         return embedding.embed(
             encoder, data, layer=layer, pooling=pooling, device=device, workers=check_workers(workers)
         )
@@ -92,7 +95,7 @@ def embed(
             raise UserError(f"{world.size} ranks write a folder of parts: omit the ending of --out {out.name}.")
     how: dict[str, Any] = {"layer": layer, "pooling": pooling, "device": device, "workers": check_workers(workers)}
     refuse_swapped(run, data)
-    encoder = open_encoder(run, image_size=image_size)
+    encoder = open_encoder(run, image_size=image_size, weights=weights)
     source = open_source(data, channels=encoder.channels, pixels=encoder.pixels)
     about = {"encoder": str(run)}
     if in_parts:

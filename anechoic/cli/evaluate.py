@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anechoic.choices import CheckpointMetric, KnnScaling, Pooling, ProbeProtocol
+from anechoic.choices import CheckpointMetric, KnnScaling, Pooling, ProbeProtocol, Weights
 from anechoic.cli._command import command
 from anechoic.cli._shared import refuse_swapped, skipped_rows, skipped_text
-from anechoic.cli.options import Data, Device, ImageSize, Layers, PathLike, Run, Seed, Test
+from anechoic.cli.options import Data, Device, ImageSize, Layers, PathLike, Run, Seed, Test, WeightsOption
 from anechoic.errors import UserError
 from anechoic.outcome import Outcome
 
@@ -62,6 +62,7 @@ def evaluate(
     segment_channels: int = 100,
     segment_ema: float = 0.99,
     image_size: ImageSize = None,
+    weights: WeightsOption = None,
     device: Device = "auto",
     seed: Seed = 0,
 ) -> Outcome:
@@ -122,6 +123,7 @@ def evaluate(
             image_list=None if image_list is None else Path(image_list),
             samples=samples,
             image_size=image_size,
+            weights=weights,
             epochs=epochs or 201,
             batch=batch_size or 40,
             channels=segment_channels,
@@ -132,6 +134,8 @@ def evaluate(
             seed=seed,
         )
     elif runs:
+        if weights is not None:
+            raise UserError("--runs evaluates every checkpoint as a run would use it: omit --weights.")
         result, text = evaluate_checkpoints(
             [run, *runs],
             data,
@@ -149,9 +153,9 @@ def evaluate(
             raise UserError(f"An evaluation needs at least 2 samples, not {samples}.")
         encoder: Encoder | Denoiser
         if noise:
-            encoder = open_denoiser(run, pooling, image_size, device)
+            encoder = open_denoiser(run, pooling, image_size, device, weights)
         else:
-            encoder = open_encoder(run, image_size)
+            encoder = open_encoder(run, image_size, weights)
             if not pooling and "probe" in metrics:
                 pooling = PROTOCOL_POOLING[protocol] if "class" in encoder.poolings else ("mean",)
         source = open_data(
@@ -193,13 +197,15 @@ def evaluate(
 # ---- what is evaluated
 
 
-def open_encoder(run: PathLike, image_size: int | None) -> Encoder:
+def open_encoder(run: PathLike, image_size: int | None, weights: Weights | None = None) -> Encoder:
     from anechoic.eval import encoders
 
-    return encoders.open_encoder(run, image_size=image_size)
+    return encoders.open_encoder(run, image_size=image_size, weights=weights)
 
 
-def open_denoiser(run: PathLike, pooling: Sequence[Pooling], image_size: int | None, device: str) -> Denoiser:
+def open_denoiser(
+    run: PathLike, pooling: Sequence[Pooling], image_size: int | None, device: str, weights: Weights | None
+) -> Denoiser:
     from anechoic.eval.denoisers import open_noisy
     from anechoic.runtime.devices import pick_device
 
@@ -209,7 +215,7 @@ def open_denoiser(run: PathLike, pooling: Sequence[Pooling], image_size: int | N
         raise UserError("A denoiser's features are the mean of its patches: omit --pooling with --noise.")
     if image_size is not None:
         raise UserError("A denoiser takes images of the size it was trained on: omit --image-size with --noise.")
-    return open_noisy(str(run), device=pick_device(device))
+    return open_noisy(str(run), device=pick_device(device), weights=weights)
 
 
 def open_data(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from anechoic.choices import ExportTarget
 from anechoic.cli._command import command
-from anechoic.cli.options import Out, PathLike, RunDirectory
+from anechoic.cli.options import Out, PathLike, RunDirectory, WeightsOption
 from anechoic.errors import UserError
 from anechoic.outcome import Outcome
 
@@ -18,7 +18,14 @@ if TYPE_CHECKING:
 
 @command
 def export(
-    run: RunDirectory, /, *, to: ExportTarget, out: Out, check: PathLike | None = None, fold: bool = False
+    run: RunDirectory,
+    /,
+    *,
+    to: ExportTarget,
+    out: Out,
+    check: PathLike | None = None,
+    fold: bool = False,
+    weights: WeightsOption = None,
 ) -> Outcome:
     """Write a trained network in the format of another program, and measure how well it agrees.
 
@@ -37,7 +44,7 @@ def export(
 
     started = time.perf_counter()
     out = Path(out)
-    model = exported_network(load(run))
+    model = exported_network(load(run, weights=weights))
     if fold:
         preprocess = model.preprocess
         model = folded(model)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from tyro.conf import arg
 
-from anechoic.choices import AllLayers, Pooling, Scaling, SearchEngine, Tracker, Vector
+from anechoic.choices import AllLayers, Pooling, Scaling, SearchEngine, Tracker, Vector, Weights
 
 PathLike = str | Path
 
@@ -39,6 +39,10 @@ ImageSize = Annotated[
 ]
 BatchSize = Annotated[int, arg(help="number of images computed at once.")]
 Seed = Annotated[int, arg(help="random seed; the same seed repeats the result.")]
+WeightsOption = Annotated[
+    Weights | None,
+    arg(help="raw weights or those of the EMA, from the newest checkpoint; default: the EMA if there is one."),
+]
 DryRun = Annotated[bool, arg(help="print what would be done and stop.")]
 Log = Annotated[
     Sequence[Tracker],

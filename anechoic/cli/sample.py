@@ -8,7 +8,7 @@ from pathlib import Path
 
 from anechoic.choices import GuidanceForm, Process, Sampler
 from anechoic.cli._command import command
-from anechoic.cli.options import BatchSize, Out, PathLike, RunDirectory, Seed
+from anechoic.cli.options import BatchSize, Out, PathLike, RunDirectory, Seed, WeightsOption
 from anechoic.outcome import Outcome, counted
 
 
@@ -30,13 +30,14 @@ def sample(
     process: Process | None = None,
     vae: PathLike | None = None,
     untrained: bool = False,
+    weights: WeightsOption = None,
     batch_size: BatchSize = 64,
     devices: int = 1,
 ) -> Outcome:
     """Make images with a trained diffusion or flow model.
 
     It writes a .png picture of them all, an .npz file with images, labels and receipt, or a folder with a file each.
-    EMA weights are used where the run has them. Image i of a seed starts from the same noise for every batch size and
+    Image i of a seed starts from the same noise for every batch size and
     number of processes.
 
     Example: anechoic sample runs/digits --num 100 --steps 50 --seed 0 --out digits.png
@@ -77,6 +78,7 @@ def sample(
         process=process,
         vae=None if vae is None else str(vae),
         untrained=untrained,
+        weights=weights,
         batch_size=batch_size,
     )
     images = generate(request, devices=devices)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anechoic.choices import GuidanceForm
+from anechoic.choices import GuidanceForm, Weights
 from anechoic.data.arrays import read_npz
 from anechoic.data.latents import crop_square
 from anechoic.data.preprocess import Preprocess
@@ -61,6 +61,7 @@ class Request:
     process: str | None = None
     vae: str | None = None
     untrained: bool = False
+    weights: Weights | None = None
     batch_size: int = 64
     own: bool = True
 
@@ -88,12 +89,12 @@ def training_config(path: Path) -> dict[str, Any]:
     return {}
 
 
-def open_denoiser(path: Path, *, untrained: bool = False) -> tuple[Any, dict[str, Any]]:
-    """Return the network (EMA weights, if it has them) and its run's config; UserError for other kinds of network.
+def open_denoiser(path: Path, *, untrained: bool = False, weights: Weights | None = None) -> tuple[Any, dict[str, Any]]:
+    """Return the network and its run's config; UserError for other kinds of network.
 
     untrained: random initialization instead, the baseline of scores.
     """
-    model = load(path)
+    model = load(path, weights=weights)
     if not isinstance(model, UViT | SiT):
         raise UserError(f"{path} holds no diffusion or flow model; only U-ViT and SiT networks make images.")
     if untrained:
@@ -200,7 +201,7 @@ def open_checked(request: Request) -> tuple[Any, dict[str, Any]]:
     """Check a request before a rank starts or a network is evaluated."""
     if request.num < 1 or request.batch_size < 1:
         raise UserError("--num and --batch-size must be at least 1.")
-    model, config = open_denoiser(Path(request.run), untrained=request.untrained)
+    model, config = open_denoiser(Path(request.run), untrained=request.untrained, weights=request.weights)
     process = find_process(model, config, asked=request.process)
     name = request.sampler or samplers_for(process)[0]
     check_sampler(name, process=process, steps=request.steps, order=request.order)
@@ -213,7 +214,7 @@ def _generate_into(request: Request, folder: str, progress: bool) -> dict[str, A
     """Run on each rank: write its images to a file; rank 0's receipt is returned."""
     torch.set_num_threads(1)
     with join() as world:
-        opened = open_denoiser(Path(request.run), untrained=request.untrained)
+        opened = open_denoiser(Path(request.run), untrained=request.untrained, weights=request.weights)
         part = _generate_part(
             request, opened, rank=world.rank, world_size=world.size, progress=progress and world.is_rank_zero
         )
@@ -264,7 +265,7 @@ def _generate_part(
         "process": process.name,
         "evaluations": evaluations,
         "weights": weights,
-        "ema": bool(config.get("optim", {}).get("ema", 0)),
+        "ema": request.weights != "raw" and bool(config.get("optim", {}).get("ema", 0)),
         "vae": None if decoder.vae is None else hash_tensors(decoder.vae.state_dict()),
     }
     del receipt["batch_size"]

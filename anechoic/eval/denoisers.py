@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from anechoic.choices import Weights
 from anechoic.config import PixelConfig
 from anechoic.data.preprocess import Preprocess
 from anechoic.diffusion import vae as vae_module
@@ -106,9 +107,9 @@ def denoiser_of(model: nn.Module, process: Process, preprocess: Preprocess, *, n
     return Denoiser(NoisyEncoder(name, model, preprocess, process=process))
 
 
-def open_noisy(path: str | Path, *, device: torch.device) -> Denoiser:
+def open_noisy(path: str | Path, *, device: torch.device, weights: Weights | None = None) -> Denoiser:
     """The denoiser of a run, model or checkpoint directory, on the device."""
-    model, config = open_denoiser(Path(path))
+    model, config = open_denoiser(Path(path), weights=weights)
     model.to(device)
     process = find_process(model, config, asked=None)
     name = Path(path).name or str(path)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from anechoic.choices import Weights
 from anechoic.config import EIGHT_BIT, PixelConfig
 from anechoic.data import Source, open_source, with_pixels
 from anechoic.data.files import open_paths
@@ -126,15 +127,15 @@ def as_source(images: Any, *, channels: int, pixels: PixelConfig = EIGHT_BIT) ->
     return Pictures([as_pixels(item, channels=channels) for item in listed], channels=channels), True
 
 
-def load(path: str | Path) -> Network | Encoder:
+def load(path: str | Path, *, weights: Weights | None = None) -> Network | Encoder:
     """Return a model in eval mode with `.embed(images)` and `.preprocess`: of a run, model or checkpoint directory the
     network itself, with `.config`; of timm:NAME or transformers:FOLDER an encoder around it (`.model`).
 
-    For a run with an EMA, the EMA weights.
+    weights: raw or ema, of the newest checkpoint; by default the EMA if there is one.
     """
     if str(path).startswith(("timm:", "hf:", "transformers:")):
-        return open_encoder(path)
-    return load_network(path)
+        return open_encoder(path, weights=weights)
+    return load_network(path, weights=weights)
 
 
 def embed_network(network: Network, images: Any, **options: Any) -> Vectors:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anechoic.adapters.registry import ADAPTERS
+from anechoic.choices import Weights
 from anechoic.config import PixelConfig
 from anechoic.data.preprocess import Preprocess
 from anechoic.errors import UserError
@@ -112,16 +113,18 @@ class SetsImageSize(Protocol):
     def set_image_size(self, image_size: int) -> None: ...
 
 
-def open_encoder(spec: str | Path, *, image_size: int | None = None) -> Encoder:
+def open_encoder(spec: str | Path, *, image_size: int | None = None, weights: Weights | None = None) -> Encoder:
     """Open a run, model or checkpoint directory; timm:NAME, timm:NAME:random; transformers:FOLDER."""
     prefix, _, rest = str(spec).partition(":")
     adapter = ADAPTERS.get(prefix)
     if rest and prefix == "hf":
         raise UserError(f"hf: names data sets. For a model write transformers:{rest}.")
     if rest and adapter is not None and adapter.encoder:
+        if weights is not None:
+            raise UserError(f"{spec} has one set of weights: omit --weights.")
         encoder = Encoder(*seeded(lambda: adapter.load().open_encoder(rest)))
     else:
-        encoder = run_encoder(spec)
+        encoder = run_encoder(spec, weights=weights)
     return encoder if image_size is None else resized(encoder, image_size)
 
 
@@ -149,10 +152,10 @@ def resized(encoder: Encoder, image_size: int) -> Encoder:
     return found
 
 
-def run_encoder(path: str | Path) -> Encoder:
+def run_encoder(path: str | Path, *, weights: Weights | None = None) -> Encoder:
     from anechoic.runtime.checkpoint import load
 
-    return encoder_of(load(path), name=Path(path).name or str(path))
+    return encoder_of(load(path, weights=weights), name=Path(path).name or str(path))
 
 
 def encoder_of(model: Any, *, name: str) -> Encoder:

@@ -37,11 +37,15 @@ from anechoic.pages.html import (
 from anechoic.pages.summary import ONLINE, Summary, arms
 from anechoic.pages.tables import cell, duration, percent
 from anechoic.pages.thumbnails import sheet, thumbnail
+from anechoic.runtime.run import picture_files
+from anechoic.storage.safe_io import read_regular, reason
 
 KINDS = {"learning": "good", "plateaued": "warn", "collapsed": "bad", "worse than raw pixels": "bad"}
 QUERIES, NEIGHBORS, SHOWN, MAPPED = 5, 6, 6, 600
 # Layers of a network whose curve over time is drawn, spread over its depth.
 TRACED = 4
+# Pictures of validations that are shown, spread over the training.
+HISTORY = 6
 
 
 def report_page(
@@ -55,9 +59,12 @@ def report_page(
         Section("What was trained", [facts_table(summaries)]),
         Section("Training", training_parts(summaries)),
     ]
+    shown = [members[0] for members in arms(summaries).values()] if several else summaries
+    drawn = [part for summary in shown for part in history_parts(summary, named=several)]
+    if drawn:
+        sections.append(Section("Pictures over the training", drawn))
     if any(summary.layers for summary in summaries):
         sections.append(Section("Layer by layer", layer_parts(summaries)))
-    shown = [members[0] for members in arms(summaries).values()] if several else summaries
     sections += picture_sections([summary for summary in shown if summary.subject is not None], several=several)
     first = summaries[0]
     title = f"Report: {first.name}" if not several else f"Report on {len(summaries)} runs"
@@ -217,6 +224,21 @@ def over_time(
         ]
     picked = [None if isinstance(value, list) else value for value in values]
     return recorded.get("seen", [])[: len(picked)], picked
+
+
+def history_parts(summary: Summary, *, named: bool) -> list[str]:
+    """What validations drew, spread over the training: a denoiser's samples, from the same noise every time."""
+    files = picture_files(summary.run.path)
+    chosen = [files[i] for i in np.unique(np.linspace(0, len(files) - 1, min(len(files), HISTORY)).round().astype(int))]
+    parts: list[str] = []
+    for file in chosen:
+        try:
+            content = read_regular(file)
+        except OSError as problem:
+            parts.append(note(f"{file} could not be read ({reason(problem)})."))
+            continue
+        parts.append(figure(f"After {int(file.stem):,} samples seen.", [content]))
+    return [heading(summary.name)] * bool(parts and named) + parts
 
 
 def layer_parts(summaries: Sequence[Summary]) -> list[str]:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from anechoic.choices import Weights
 from anechoic.data.preprocess import Preprocess
 from anechoic.errors import UserError, nearest_name
 from anechoic.models import family_of, to_json
@@ -241,11 +242,11 @@ def write_model(path: Path, tensors: Mapping[str, Tensor], card: Mapping[str, An
     return path
 
 
-def _weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the weights (the EMA if there is one) and the card of a model directory or checkpoint."""
+def _weights(path: Path, wanted: Weights | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the weights (by default the EMA if there is one) and the card of a model directory or checkpoint."""
     card = read_card(path)
     try:
-        name = "ema" if _has_ema(path) else "model"
+        name = "ema" if wanted != "raw" and _has_ema(path) else "model"
         expected = card.pop(WEIGHTS_CHECKSUM, None)
         if expected is not None and checksum(path / f"{name}.safetensors") != expected:
             raise UserError(
@@ -331,13 +332,29 @@ def hint(path: Path) -> str:
     return f"; {nearest_name(str(path), near)}" if near else "."
 
 
-def load(path: str | Path) -> Any:
+def load(path: str | Path, *, weights: Weights | None = None) -> Any:
     """Return the model of a run, model or checkpoint directory in eval mode, with `.config` and `.preprocess`.
 
-    The weights are the EMA if there is one.
+    weights: raw or ema; by default the EMA if there is one.
     """
-    tensors, card = _weights(model_directory(path))
+    folder = model_directory(path) if weights is None else _checkpoint_with(weights, path)
+    tensors, card = _weights(folder, weights)
     return network_of(card, tensors, where=str(path))
+
+
+def _checkpoint_with(weights: Weights, path: str | Path) -> Path:
+    """Return the newest checkpoint of a run, or the one given; other directories have one set of weights only."""
+    folder = model_directory(path)
+    if not (folder / "state.json").is_file():
+        found = latest(run_path(path) / "checkpoints")
+        if found is None:
+            raise UserError(
+                f"{path} has no checkpoint with raw and EMA weights: name a run that has, or omit --weights."
+            )
+        folder = found[0]
+    if weights == "ema" and not _has_ema(folder):
+        raise UserError(f"{path} was trained without an EMA: omit --weights, or set optim.ema when you train.")
+    return folder
 
 
 @torch.no_grad()

@@ -73,7 +73,7 @@ def test_sample_loads_its_network_once(tmp_path, monkeypatch):
     folder = write_model(tmp_path / "model", model.state_dict(), card)
     loaded = []
     really = generate.load
-    monkeypatch.setattr(generate, "load", lambda path: loaded.append(path) or really(path))
+    monkeypatch.setattr(generate, "load", lambda path, **options: loaded.append(path) or really(path, **options))
     anechoic.sample(folder, num=2, steps=1, out=tmp_path / "made.npz")
     assert len(loaded) == 1
 

@@ -432,3 +432,13 @@ def test_noise_levels_and_protocols_are_checked(runs: dict[str, Path]) -> None:
 def test_flags_that_noise_cannot_honor_are_refused(runs: dict[str, Path], flags: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         anechoic.evaluate(str(runs["plain"]), "digits:train", noise=(0.1,), **flags)
+
+
+def test_raw_weights_make_other_images_than_the_ema(runs: dict[str, Path], tmp_path: Path):
+    made = {}
+    for weights in ("raw", "ema", None):
+        found = anechoic.sample(runs["plain"], out=tmp_path / f"{weights}.npz", num=2, steps=2, weights=weights)
+        made[weights] = found.metrics["receipt"]["weights"], found.metrics["receipt"]["ema"]
+    assert made["ema"] == made[None]
+    assert made["raw"][0] != made["ema"][0]
+    assert [made[weights][1] for weights in ("raw", "ema")] == [False, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import shutil
@@ -20,7 +21,8 @@ from anechoic.pages.run_page import report_page
 from anechoic.pages.runs import curves, facts, open_run
 from anechoic.pages.summary import Summary
 from anechoic.pages.tables import percent
-from anechoic.runtime.run import read_metrics
+from anechoic.recipes.diffusion import pocket_uvit_digits
+from anechoic.runtime.run import picture_files, read_metrics
 from anechoic.server.page import status_of
 from anechoic.training.loop import fit
 
@@ -266,3 +268,24 @@ def test_unusual_metrics_have_a_page(runs, tmp_path, change):
     status = status_of(run, state="running", resume_command="")
     json.dumps({name: value for name, value in status.items() if name != "charts"}, allow_nan=False)
     assert late_gain(run.records) is None or isinstance(late_gain(run.records), float)
+
+
+def test_report_of_a_denoiser_shows_its_samples_over_training(tmp_path):
+    config = pocket_uvit_digits()
+    sizes = {"dim": 16, "depth": 2, "num_heads": 2}
+    config = replace(
+        config,
+        model=replace(config.model, options={**config.model.options, **sizes}),
+        optim=replace(config.optim, batch_size=16, samples=64, epochs=None),
+        validation=ValidationConfig(every=16),
+    )
+    fit(config, tmp_path / "run")
+    files = picture_files(tmp_path / "run")
+    assert len(files) == 5
+    files[2].unlink()
+    files[2].mkdir()
+    anechoic.report([tmp_path / "run"], out=tmp_path / "page.html", samples=100)
+    page = (tmp_path / "page.html").read_text()
+    assert [f"After {seen} samples seen." in page for seen in (0, 16, 32, 48, 64)] == [True, True, False, True, True]
+    assert base64.b64encode(files[4].read_bytes()).decode() in page
+    assert "32.png could not be read" in page

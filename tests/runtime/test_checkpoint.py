@@ -377,6 +377,26 @@ def test_shard_that_is_no_regular_file_is_refused(tmp_path):
         anechoic.load(path)
 
 
+@pytest.mark.parametrize("which", ["run", "checkpoint"])
+def test_raw_or_ema_weights_are_loaded_as_asked(tmp_path, which):
+    raw, ema = tiny_mae(seed=1), tiny_mae(seed=2)
+    saved = write(tmp_path / "checkpoints", seen=64, model=raw, ema=ema.state_dict())
+    checkpoint.export_weights(tmp_path)
+    path = tmp_path if which == "run" else saved
+    for wanted, expected in (("raw", raw), ("ema", ema), (None, ema)):
+        assert equal(anechoic.load(path, weights=wanted).state_dict(), expected.state_dict())
+    with pytest.raises(UserError, match="no checkpoint with raw and EMA weights"):
+        anechoic.load(tmp_path / "model", weights="raw")
+
+
+def test_an_ema_that_was_not_trained_is_refused(tmp_path):
+    write(tmp_path / "checkpoints", seen=64)
+    with pytest.raises(UserError, match="trained without an EMA"):
+        anechoic.load(tmp_path, weights="ema")
+    with pytest.raises(UserError, match="one set of weights"):
+        anechoic.load("timm:resnet10t:random", weights="raw")
+
+
 # ---- starting a new run from weights
 
 
