@@ -135,7 +135,8 @@ def disturb(training: Training, name: str) -> str:
     fresh = name == "SIGKILL to the command" and training.rng.random() < 0.2
     pid = training.start_interpreter() if fresh else training.start(clock_jump=jump, failing_sync=failing, ranks=ranks)
     running = {**WHILE_IT_RUNS, **WITH_A_DISK_OF_ITS_OWN}.get(name)
-    hit = training.wait_for_moment(pid, "progress" if name == OTHER_RANKS else None)
+    # A damaged file must be read before the command is stopped.
+    hit = training.wait_for_moment(pid, "progress" if name == OTHER_RANKS or undo is not None else None)
     if running is not None and hit:
         running(training, pid)
     elif running is None and hit:
