@@ -9,6 +9,8 @@ from typing import Any
 from urllib.parse import quote
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from anechoic.data import BadImage, Source
 from anechoic.index.collection import Exploration
@@ -22,6 +24,7 @@ from anechoic.pages.html import (
     Html,
     Section,
     Thumbnail,
+    channel_picker,
     download,
     empty,
     grid,
@@ -36,7 +39,7 @@ from anechoic.pages.html import (
     table,
 )
 from anechoic.pages.tables import bytes_text
-from anechoic.pages.thumbnails import displayed, sheet, thumbnail
+from anechoic.pages.thumbnails import PICKED, SIDE, channel_thumbnails, displayed, sheet, thumbnail
 
 # Pictures of a list on a page; the CSV has all of it, up to this number of rows, which a browser still opens.
 SHOWN_GROUPS, SHOWN_IN_GROUP, SHOWN_OUTLIERS = 200, 12, 36
@@ -55,15 +58,24 @@ class Pictures:
         self.root = None if source.root is None else os.path.abspath(source.root)
         self.shown: set[int] = set()
 
+    @property
+    def channel_names(self) -> list[str]:
+        """Of stored values with several channels, the names of those that can be picked; otherwise none."""
+        pixels, count = self.source.pixels, self.source.channels
+        if not pixels.stored or count < 2:
+            return []
+        names = pixels.select if len(pixels.select) == count else [f"channel {i}" for i in range(count)]
+        return list(names[:PICKED])
+
+    def read(self, index: int, *, side: int) -> Tensor:
+        try:
+            return self.source.read(index, min_side=side)
+        except BadImage:
+            return torch.full((3, side, side), 128, dtype=torch.uint8)
+
     def pixels(self, index: int, *, side: int) -> np.ndarray:
         """uint8 (H, W, C)"""
-        try:
-            return displayed(self.source.read(index, min_side=side))
-        except BadImage:
-            return np.full((side, side, 3), 128, np.uint8)
-
-    def thumbnail(self, index: int) -> str:
-        return thumbnail(self.pixels(index, side=96))
+        return displayed(self.read(index, side=side))
 
     def item(self, index: int, *words: str, marked: bool = False, select: bool = True) -> Thumbnail:
         """With these words, its name, folder and size below, a link to its file and a check box."""
@@ -71,7 +83,13 @@ class Pictures:
         caption = [*words, file, folder, self.size(index)]
         if select:
             self.shown.add(index)
-        return Thumbnail(self.thumbnail(index), caption, marked, self.link(index), index if select else None)
+        image = self.read(index, side=SIDE)
+        channels = channel_thumbnails(image) if self.channel_names else []
+        picture = thumbnail(displayed(image))
+        return Thumbnail(picture, caption, marked, self.link(index), index if select else None, channels)
+
+    def picker(self) -> list[Html]:
+        return [channel_picker(self.channel_names)] if self.channel_names else []
 
     def path(self, index: int) -> str | None:
         file = self.source.file(index)
@@ -126,7 +144,7 @@ def search_page(result: Mapping[str, Any], queries: Sequence[Query], found_in: S
         rows = [[hit["rank"], hit["image"], hit["similarity"]] for hit in hits]
         listing = table(["rank", "image", "similarity"], rows, caption=f"Nearest to {query.name}")
         details = Html(f"<details><summary>as a table</summary>{listing}</details>")
-        sections.append(Section(query.name, [grid(shown), details]))
+        sections.append(Section(query.name, [*(pictures.picker() if number == 0 else []), grid(shown), details]))
     header = ["query", "rank", "image", "similarity"]
     lines = [[row[name] for name in header] for row in metrics["rows"]]
     sections.append(Section("The list", [download("neighbors.csv", header, lines), pictures.selection()]))
@@ -154,7 +172,7 @@ def explore_page(result: Mapping[str, Any], index: Index, found: Exploration) ->
     if not metrics["search"]["exact"]:
         counts.append(["recall at 10 of the approximate search", f"{metrics['search']['recall']:.3f}"])
     sections = [
-        Section("In short", [table(["", ""], counts, sortable=False), *skipped_note(metrics)]),
+        Section("In short", [table(["", ""], counts, sortable=False), *skipped_note(metrics), *pictures.picker()]),
         Section("Map", [the_map(metrics, found, index, pictures)]),
         Section("Near-duplicates", duplicates(metrics, names, found, pictures)),
         Section("Outliers", outliers(metrics, names, found, pictures)),

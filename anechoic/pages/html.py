@@ -49,6 +49,7 @@ class Thumbnail(NamedTuple):
     """picture: a data URI; caption: below it, its first line in bold; marked: stands out from the others.
 
     link: the address of the file itself; id: the key under which `selectable` knows it, for a check box.
+    channels: data URIs of single channels, which `channel_picker` shows instead.
     """
 
     picture: str
@@ -56,6 +57,7 @@ class Thumbnail(NamedTuple):
     marked: bool = False
     link: str = ""
     id: int | None = None
+    channels: Sequence[str] = ()
 
 
 def page(
@@ -240,7 +242,8 @@ def grid(thumbnails: Sequence[Thumbnail], *, row: bool = False) -> Html:
         first, *rest = [*thumb.caption, ""]
         words = f"<b>{escape(first)}</b>" + "".join(f"<span>{escape(line)}</span>" for line in rest if line)
         alt = escape(", ".join(thumb.caption) or "picture")
-        picture = f'<img src="{thumb.picture}" alt="{alt}" title="{alt}" decoding="async">'
+        channels = f' data-channels="{" ".join(thumb.channels)}"' if thumb.channels else ""
+        picture = f'<img src="{thumb.picture}" alt="{alt}" title="{alt}" decoding="async"{channels}>'
         # Keys walk over the check boxes (page.js), so only the first is a tab stop.
         if thumb.link:
             stop = ' tabindex="-1"' if thumb.id is not None else ""
@@ -250,6 +253,16 @@ def grid(thumbnails: Sequence[Thumbnail], *, row: bool = False) -> Html:
             picture += f'<input type="checkbox" data-id="{thumb.id}" aria-label="Select {alt}"{stop}>'
         items.append(f"<li{' class=marked' if thumb.marked else ''}>{picture}{words}</li>")
     return Html(f'<ul class="grid{" row" if row else ""}">{"".join(items)}</ul>')
+
+
+def channel_picker(names: Sequence[str]) -> Html:
+    """Return the control that shows one channel of every picture of a page that has `channels`."""
+    options = "".join(f'<option value="{i}">{escape(name)}</option>' for i, name in enumerate(names))
+    composed = f"{escape(', '.join(names[:3]))} as {'colors' if len(names) > 2 else 'gray'}"
+    return Html(
+        '<div class="controls"><label>Channels of the pictures <select data-control="channels">'
+        f'<option value="">{composed}</option>{options}</select></label></div>'
+    )
 
 
 def selectable(names: Mapping[int, str], *, root: str | None, files: Mapping[int, str]) -> Html:

@@ -46,6 +46,8 @@ QUERIES, NEIGHBORS, SHOWN, MAPPED = 5, 6, 6, 600
 TRACED = 4
 # Pictures of validations that are shown, spread over the training.
 HISTORY = 6
+# Histograms of stored values.
+BINS, HISTOGRAM_PERCENTILES, DRAWN_CHANNELS, READ_FOR_HISTOGRAM = 64, (0.5, 99.5), 9, 64
 
 
 def report_page(
@@ -63,6 +65,9 @@ def report_page(
     drawn = [part for summary in shown for part in history_parts(summary, named=several)]
     if drawn:
         sections.append(Section("Pictures over the training", drawn))
+    values = [part for summary in shown for part in value_parts(summary, named=several)]
+    if values:
+        sections.append(Section("Pixel values", values))
     if any(summary.layers for summary in summaries):
         sections.append(Section("Layer by layer", layer_parts(summaries)))
     sections += picture_sections([summary for summary in shown if summary.subject is not None], several=several)
@@ -239,6 +244,29 @@ def history_parts(summary: Summary, *, named: bool) -> list[str]:
             continue
         parts.append(figure(f"After {int(file.stem):,} samples seen.", [content]))
     return [heading(summary.name)] * bool(parts and named) + parts
+
+
+def value_parts(summary: Summary, *, named: bool) -> list[str]:
+    """Histograms of stored values, a chart per channel."""
+    subject, pixels = summary.subject, summary.run.config.data.pixels
+    if subject is None or subject.test is None or not pixels.stored:
+        return []
+    chosen = subject.test.ids[sampled(count_of(subject), READ_FOR_HISTOGRAM, seed=subject.spec.seed)]
+    images = [subject.eval_data.test.read(int(i), min_side=subject.encoder.image_size) for i in chosen]
+    charts = []
+    for channel in range(min(len(images[0]), DRAWN_CHANNELS)):
+        values = np.concatenate([image[channel].double().numpy().ravel() for image in images])
+        counts, edges = np.histogram(values, BINS, range=np.percentile(values, HISTOGRAM_PERCENTILES))
+        points = ((edges[1:] + edges[:-1]) / 2).tolist(), (100 * counts / values.size).tolist()
+        name = pixels.select[channel] if channel < len(pixels.select) else f"channel {channel}"
+        title = f"{name}: share of pixels (%)"
+        charts.append(line_chart({name: points}, title=title, xlabel="stored value", from_zero=True, dots=False))
+    low, high = HISTOGRAM_PERCENTILES
+    caption = (
+        f"Values as files store them, of {counted(len(images), 'image')}: percentiles {low} to {high} of each channel."
+    )
+    parts: list[str] = [figure(caption, charts)]
+    return [heading(summary.name)] * named + parts
 
 
 def layer_parts(summaries: Sequence[Summary]) -> list[str]:

@@ -15,6 +15,8 @@ from anechoic.data.pixels import stretched
 from anechoic.pages.html import Sheet
 
 SIDE, TINY = 96, 16
+# Channels of an image that a page can show one by one.
+PICKED = 16
 
 
 def displayed(image: Tensor) -> np.ndarray:
@@ -24,6 +26,11 @@ def displayed(image: Tensor) -> np.ndarray:
         return image.permute(1, 2, 0).numpy()
     values = image[: 3 if len(image) >= 3 else 1].float().permute(1, 2, 0).numpy()
     return (255 * stretched(values)).round().astype(np.uint8)
+
+
+def channel_thumbnails(image: Tensor) -> list[str]:
+    """Return the thumbnails of the first channels of stored values (C, H, W), each stretched by itself."""
+    return [thumbnail(displayed(image[i : i + 1].float())) for i in range(min(len(image), PICKED))]
 
 
 def thumbnail(pixels: np.ndarray, *, side: int = SIDE) -> str:

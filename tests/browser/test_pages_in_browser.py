@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+import numpy as np
 import pytest
 from browser import contrast, embedded, fits, showing
 from tiny_pages import everything, picture
@@ -279,3 +280,37 @@ def test_pages_fit_a_phone_and_the_dark(browser, pages, name):
             assert (sum(map(int, ground[4:-1].split(","))) < 300) == dark
             images = shown.evaluate("[...document.images].filter(i => i.complete && !i.naturalWidth).length")
             assert images == 0
+
+
+def test_one_channel_of_every_picture_is_shown_at_a_choice(browser, tmp_path):
+    """A square is in the fourth channel only, so the composed picture has none of it."""
+    tifffile = pytest.importorskip("tifffile")
+    generator = np.random.default_rng(0)
+    (tmp_path / "cells").mkdir()
+    for i in range(24):
+        image = generator.integers(900, 1100, (4, 32, 32)).astype(np.uint16)
+        image[3, 8:24, 8:24] += 30_000
+        names = {"axes": "CYX", "Channel": {"Name": ["DAPI", "GFP", "RFP", "<Cy5>"]}}
+        tifffile.imwrite(tmp_path / "cells" / f"{i}.ome.tif", image, metadata=names)
+    run, page = tmp_path / "run", tmp_path / "explore.html"
+    anechoic.pretrain(tmp_path / "cells", out=run, epochs=1, devices=1)
+    anechoic.explore(run, tmp_path / "cells", out=page)
+    anechoic.report([run], out=tmp_path / "report.html", samples=24)
+    assert "&lt;Cy5&gt;: share of pixels (%)" in (tmp_path / "report.html").read_text()
+    middle_over_corner = """image => {
+        const canvas = document.createElement("canvas");
+        [canvas.width, canvas.height] = [image.naturalWidth, image.naturalHeight];
+        const pen = canvas.getContext("2d");
+        pen.drawImage(image, 0, 0);
+        const at = (x, y) => pen.getImageData(x * canvas.width, y * canvas.height, 1, 1).data[0];
+        return at(0.5, 0.5) - at(0.1, 0.1);
+    }"""
+    with showing(browser, page) as shown:
+        picture = shown.locator("img[data-channels]").first
+        composed = picture.get_attribute("src")
+        shown.get_by_label("Channels of the pictures").select_option("<Cy5>")
+        assert len(picture.get_attribute("data-channels").split(" ")) == 4
+        picture.evaluate("image => image.decode()")
+        assert picture.evaluate(middle_over_corner) > 150
+        shown.get_by_label("Channels of the pictures").select_option("")
+        assert picture.get_attribute("src") == composed

@@ -404,5 +404,17 @@ printf '%s moved to %s, %s not moved.\\n' "$moved" "$folder" "$left"
       panel.replaceChildren(title, list);
     }
   }
+
+  // ---- one channel of every picture that has several
+  for (const picker of document.querySelectorAll('select[data-control="channels"]')) {
+    picker.addEventListener("change", () => {
+      for (const image of document.querySelectorAll("img[data-channels]")) {
+        image.dataset.composed ??= image.src;
+        const channels = image.dataset.channels.split(" ");
+        image.src = (picker.value !== "" && channels[Number(picker.value)]) || image.dataset.composed;
+      }
+    });
+  }
+
   for (const figure of document.querySelectorAll("figure.map")) figure.map = new PointMap(figure);
 })();
