@@ -300,7 +300,7 @@ def test_one_channel_of_every_picture_is_shown_at_a_choice(browser, tmp_path):
     middle_over_corner = """image => {
         const canvas = document.createElement("canvas");
         [canvas.width, canvas.height] = [image.naturalWidth, image.naturalHeight];
-        const pen = canvas.getContext("2d");
+        const pen = canvas.getContext("2d", { willReadFrequently: true });
         pen.drawImage(image, 0, 0);
         const at = (x, y) => pen.getImageData(x * canvas.width, y * canvas.height, 1, 1).data[0];
         return at(0.5, 0.5) - at(0.1, 0.1);
