@@ -147,6 +147,8 @@ def verdict_text(record: dict[str, Any], again: dict[str, Any], found: Compariso
         worst = max(outside, key=lambda x: x.size)
         spread = "no other seeds show its spread" if worst.allowed is None else f"{worst.allowed:.3g} is allowed"
         limit = f"{len(outside)} beyond the spread of seeds, most of all {worst.name} ({spread})"
+    if not found.largest:
+        return f"the {len(found.differences)} headline numbers are equal, others differ; {'; '.join(reasons)}."
     return (
         f"{len(found.differences)} headline numbers differ by at most {found.largest:.3g}, {limit}; "
         f"{'; '.join(reasons)}."
