@@ -23,7 +23,6 @@ ZOO: dict[str, tuple[str, dict[str, Any]]] = {
     "vit-mean-head": ("vit_tiny_patch4", {**TINY, "num_classes": 7, "pool": "mean", "norm": False}),
     "mae": ("mae_tiny_patch4", {**TINY, **DECODER}),
     "mae-without-skips": ("mae_tiny_patch4", {**TINY, **DECODER, "skips": False}),
-    "mae-normed-skips": ("mae_tiny_patch4", {**TINY, **DECODER, "skip_norm": True}),
     "mae-without-norm-pix": ("mae_tiny_patch4", {**TINY, **DECODER, "norm_pix": False, "encoder_norm": True}),
     "uvit": ("uvit_small", {**TINY, "num_heads": 4, "in_channels": 4}),
     "uvit-conditional": ("uvit_small", {**TINY, **LABELS, "final_conv": False}),

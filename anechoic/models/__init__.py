@@ -107,6 +107,10 @@ def build_model(name: str, **options: Any) -> Network:
     return build(model_config(name, **options))
 
 
+# Options of earlier versions whose records still load: with this value they change nothing.
+RETIRED = [("skip_norm", False)]
+
+
 def to_json(config: NetworkConfig) -> dict[str, Any]:
     """Return the config as plain JSON data, with the resolved alphas for readers."""
     fields = {
@@ -118,6 +122,7 @@ def to_json(config: NetworkConfig) -> dict[str, Any]:
 def from_json(data: dict[str, Any]) -> NetworkConfig:
     """Invert to_json. The data may come from a damaged file: every value is checked for type and size."""
     fields = {name: value for name, value in data.items() if name not in ("family", "alphas")}
+    fields = {name: value for name, value in fields.items() if (name, value) not in RETIRED}
     family = data.get("family")
     if not isinstance(family, str) or family not in FAMILIES:
         raise UserError(f"This model config names the family {family!r:.60}; known are {', '.join(FAMILIES)}.")

@@ -34,14 +34,10 @@ from anechoic.models.network import Network, NetworkConfig, TransformerConfig, c
 from anechoic.models.vit import VisionTransformer, ViTConfig
 from anechoic.shortcut import Read, Slot, Stream, Tap, Write
 
-# So small that a normalized skip does not depend on the scale of the stream; folding relies on it.
-TINY_EPS = 1e-12
-
 
 @dataclass(frozen=True, kw_only=True)
 class MAEConfig(TransformerConfig):
     """zero_init None: true, except for the original MAE (no skips, no decay). encoder_norm None: not skips.
-    skip_norm exists for one record of results/evidence/remedies: skips read normalized tokens.
     predicted: share of the masked patches that a training step computes and predicts (all of them in the paper).
 
     norm_eps belongs to the encoder; the decoder is never decayed and has one eps.
@@ -53,7 +49,6 @@ class MAEConfig(TransformerConfig):
     gelu: Gelu = "none"
     position_scale: float = 1.0
     skips: bool = True
-    skip_norm: bool = False
     decoder_dim: int = 512
     decoder_depth: int = 8
     decoder_num_heads: int = 16
@@ -166,9 +161,8 @@ class SkipLayer(nn.Module):
     same sum as concatenating first, without the work for equal rows.
     """
 
-    def __init__(self, encoder_dim: int, dim: int, *, norm: bool = False) -> None:
+    def __init__(self, encoder_dim: int, dim: int) -> None:
         super().__init__()
-        self.norm = norm
         self.mask_token = nn.Parameter(torch.zeros(1, 1, encoder_dim))
         self.fc1 = nn.Linear(encoder_dim + dim, dim)
         self.fc2 = nn.Linear(dim, dim)
@@ -176,8 +170,6 @@ class SkipLayer(nn.Module):
     def forward(self, x: Tensor, encoded: Tensor, ids_restore: Tensor) -> Tensor:
         """x (B, 1 + N, D), encoded (B, 1 + K, E), ids_restore (B, 1 + N) -> (B, 1 + N, D)"""
         E = encoded.shape[-1]
-        if self.norm:
-            encoded = F.layer_norm(encoded, (E,), eps=TINY_EPS)
         rows = torch.cat([encoded, self.mask_token.expand(len(encoded), -1, -1)], dim=1)
         read = take(F.linear(rows, self.fc1.weight[:, :E]), ids_restore)
         own = F.linear(x, self.fc1.weight[:, E:], self.fc1.bias)
@@ -200,7 +192,7 @@ class MaskedAutoencoder(Network):
         if config.skips:
             self.decoder_class_token = nn.Parameter(torch.zeros(1, 1, dim))
             self.decoder_embed = nn.Linear(dim, dim)
-            self.skips = nn.ModuleList(SkipLayer(config.dim, dim, norm=config.skip_norm) for _ in self.sources)  # type: ignore[assignment]
+            self.skips = nn.ModuleList(SkipLayer(config.dim, dim) for _ in self.sources)  # type: ignore[assignment]
         else:
             self.mask_token = nn.Parameter(torch.zeros(1, 1, dim))
             self.decoder_embed = nn.Linear(config.dim, dim)
@@ -317,7 +309,7 @@ class MaskedAutoencoder(Network):
     def stream(self) -> Stream:
         """The encoder's stream; the undecayed decoder reads it through the skip layers (or after a norm)."""
         encoder = self.encoder.stream()
-        if not self.config.skips or self.config.skip_norm:
+        if not self.config.skips:
             return encoder
         readers = dict(zip((f"block{i}" for i in self.sources), self.skips, strict=True))
         events = []

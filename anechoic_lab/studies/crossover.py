@@ -120,7 +120,6 @@ REMEDIES: dict[str, tuple[str, dict[str, Any]]] = {
         "as alpha_min 0.6 until 0.4 of the input is left, then plain",
         {"alpha_min": 0.6, "schedule": "stopped"},
     ),
-    "skip-norm": ("normalized skip inputs", {"alpha_min": 0.6, "skip_norm": True}),
     "cosine": ("cosine schedule, alpha_min 0.6", {"alpha_min": 0.6, "schedule": "cosine"}),
     "constant": ("the same alpha everywhere, 0.9", {"alpha_min": 0.9, "schedule": "constant"}),
     "learnable": ("learnable alpha, starting at the schedule", {"alpha_min": 0.6, "form": "learnable"}),
@@ -136,7 +135,6 @@ def remedy_variants() -> dict[str, Variant]:
         "residual": {"alpha_min": 1.0},
         "decayed": {"alpha_min": 0.6},
         "residual-lr3e-3": {"lr": 3e-3},
-        "residual-skip-norm": {"skip_norm": True},
     }
     every = {**plain, **{name: changes for name, (_, changes) in REMEDIES.items()}}
     return {name: Variant(mae(**{"samples": MAP_SAMPLES, **changes}), EVALUATION) for name, changes in every.items()}
@@ -150,7 +148,6 @@ REMEDY_GRID = Grid(
         Row("alpha_min 0.6", "decayed"),
         *(Row(words, name) for name, (words, _) in REMEDIES.items()),
         Row("residual, three times the learning rate", "residual-lr3e-3"),
-        Row("residual, normalized skip inputs", "residual-skip-norm"),
     ],
     metrics=PROBES,
     baseline="residual",
