@@ -43,6 +43,26 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of images that passed through a network, by batch."""
+    from anechoic.eval import feature_cache
+
+    sizes: list[int] = []
+    extract = feature_cache.extract_batches
+
+    def counting(model: Any, batches: Any, **options: Any) -> Any:
+        def passed() -> Iterator[Any]:
+            for batch in batches:
+                sizes.append(len(batch))
+                yield batch
+
+        return extract(model, passed(), **options)
+
+    monkeypatch.setattr(feature_cache, "extract_batches", counting)
+    return sizes
+
+
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     """Start one browser for all tests of pages."""

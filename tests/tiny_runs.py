@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 
+import pytest
 import torch
 from processes import Command, wait_until
 from zoo import make
@@ -22,6 +24,7 @@ from anechoic.recipes import recipe
 from anechoic.runtime import checkpoint
 from anechoic.runtime.checkpoint import model_card, write_model
 from anechoic.runtime.run import read_metrics
+from anechoic.training.checkpointing import Checkpointer
 
 # ---- configs for fit
 
@@ -55,6 +58,27 @@ def tiny_config(*, steps=30, **changes):
 
 def train_records(path):
     return [record for record in read_metrics(path) if record["kind"] == "train"]
+
+
+class Killed(Exception):
+    pass
+
+
+@contextmanager
+def killed_at_second_save(monkeypatch):
+    """Kill a training when it is about to save for the second time; yield the numbers of samples seen at its saves."""
+    real, calls = Checkpointer.save, []
+
+    def save(checkpointer, **values):
+        calls.append(values["seen"])
+        if len(calls) == 2:
+            raise Killed
+        return real(checkpointer, **values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpointer, "save", save)
+        with pytest.raises(Killed):
+            yield calls
 
 
 def cost_config(**options):

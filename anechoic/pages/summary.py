@@ -46,17 +46,20 @@ class Summary:
 
     def measure(self, name: str) -> float | None:
         """Return one of `measures()`, of the last layer and the end of the training so far."""
-        recorded = next((x for x in reversed(self.curves["validation"].get(name, [])) if x is not None), None)
         if name == "held_out_loss":
-            return recorded
+            return self.last_recorded(name)
         if name in ONLINE:
-            value, share = recorded, True
+            value, share = self.last_recorded(name), True
         elif name == "crop_retrieval":
             value, share = self.verdict.signals.crop_retrieval if self.verdict else None, True
         else:
             key = next(iter(columns([name])))
             value, share = self.layers[-1].get(key) if self.layers else None, key in shares([name])
         return 100 * value if share and value is not None else value
+
+    def last_recorded(self, name: str) -> float | None:
+        """Return the newest value that a validation recorded."""
+        return next((x for x in reversed(self.curves["validation"].get(name, [])) if x is not None), None)
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -16,7 +16,6 @@ from anechoic.cli.main import main
 from anechoic.data import files, open_source
 from anechoic.data.shards import write_shards
 from anechoic.errors import UserError
-from anechoic.eval import feature_cache
 from anechoic.eval.encoders import Encoder, open_encoder
 from anechoic.eval.export_features import embed_source
 from anechoic.eval.feature_parts import embed_parts
@@ -70,24 +69,6 @@ def single(run, photos, tmp_path):
     """The rows of the file that one process writes."""
     embed_source(open_encoder(run), open_source(photos), tmp_path / "single.parquet", device="cpu")
     return rows_of(tmp_path / "single.parquet")
-
-
-@pytest.fixture
-def computed(monkeypatch):
-    """The numbers of images that passed through the network, by batch."""
-    sizes: list[int] = []
-    extract = feature_cache.extract_batches
-
-    def counting(model, batches, **options):
-        def passed():
-            for batch in batches:
-                sizes.append(len(batch))
-                yield batch
-
-        return extract(model, passed(), **options)
-
-    monkeypatch.setattr(feature_cache, "extract_batches", counting)
-    return sizes
 
 
 def test_parts_have_the_rows_of_the_single_file_for_every_world_size(run, photos, tmp_path, single):

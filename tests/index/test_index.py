@@ -23,7 +23,6 @@ from anechoic.cli.main import main
 from anechoic.data import files, open_source
 from anechoic.data.preprocess import Preprocess
 from anechoic.errors import UserError
-from anechoic.eval import feature_cache
 from anechoic.eval.encoders import flat, open_encoder
 from anechoic.eval.feature_cache import features_of
 from anechoic.eval.feature_scaling import fit_scaling, rescaled, unit_vectors
@@ -77,18 +76,17 @@ def index_of(run, photos, vector="mean"):
     )
 
 
-def test_index_is_read_extended_and_shrunk(run, photos, monkeypatch):
+def test_index_is_read_extended_and_shrunk(run, photos, computed):
     first = index_of(run, photos)
     assert (first.added, first.removed, len(first.ids)) == (36, 0, 36)
-    embedded = []
-    monkeypatch.setattr(feature_cache, "extract_batches", counted(feature_cache.extract_batches, embedded))
+    computed.clear()
     again = index_of(run, photos)
-    assert (again.added, again.removed, embedded) == (0, 0, [])
+    assert (again.added, again.removed, computed) == (0, 0, [])
     np.testing.assert_array_equal(again.vectors, first.vectors)
     picture(99).save(photos / "a" / "000.png")
     (photos / "b" / "copy.png").unlink()
     grown = index_of(run, photos)
-    assert (grown.added, grown.removed, sum(embedded)) == (1, 1, 1)
+    assert (grown.added, grown.removed, sum(computed)) == (1, 1, 1)
     names, before = grown.names(), dict(zip(first.names(), first.vectors, strict=True))
     assert names == sorted(names)
     assert "a/000.png" in names
@@ -97,18 +95,6 @@ def test_index_is_read_extended_and_shrunk(run, photos, monkeypatch):
             np.testing.assert_array_equal(vector, before[name])
     fresh = anechoic.load(run).embed(str(photos), pooling="mean")
     np.testing.assert_allclose(grown.vectors, fresh, atol=1e-5)
-
-
-def counted(extract, sizes):
-    def counting(model, batches, **options):
-        def passed():
-            for batch in batches:
-                sizes.append(len(batch))
-                yield batch
-
-        return extract(model, passed(), **options)
-
-    return counting
 
 
 def test_index_embeds_a_changed_file_again(run, photos):
@@ -275,12 +261,11 @@ def test_index_retries_temporarily_unreadable_images(run, photos, monkeypatch):
     assert (after.added, after.skipped, len(after.ids)) == (1, (), 36)
 
 
-def test_features_retry_temporarily_unreadable_images(run, photos, monkeypatch):
+def test_features_retry_temporarily_unreadable_images(run, photos, monkeypatch, computed):
     encoder, source = open_encoder(run), open_source(photos)
     with away(monkeypatch, "a/00.png"):
         assert len(features_of(encoder, source, layers="all", device="cpu").ids) == 35
-    computed = []
-    monkeypatch.setattr(feature_cache, "extract_batches", counted(feature_cache.extract_batches, computed))
+    computed.clear()
     source = open_source(photos)
     whole = features_of(encoder, source, layers=(0,), device="cpu")
     assert all(len(rows) == len(whole.ids) == 36 for rows in whole.sets.values())
@@ -332,7 +317,7 @@ main(sys.argv[1:])
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", ["", "rows", "journal"])
-def test_killed_embed_resumes_to_an_equal_file(run, photos, tmp_path, monkeypatch, damage):
+def test_killed_embed_resumes_to_an_equal_file(run, photos, tmp_path, monkeypatch, damage, computed):
     monkeypatch.setattr("anechoic.eval.encoders.Encoder.batch_size_on_cores", 4)
     (photos / "a" / "broken.png").write_bytes(b"no image")
     words = ["embed", str(run), str(photos), "-o"]
@@ -349,8 +334,7 @@ def test_killed_embed_resumes_to_an_equal_file(run, photos, tmp_path, monkeypatc
         content = bytearray(file.read_bytes())
         content[-100 if damage == "journal" else 200] ^= 1
         file.write_bytes(content)
-    computed = []
-    monkeypatch.setattr(feature_cache, "extract_batches", counted(feature_cache.extract_batches, computed))
+    computed.clear()
     assert main([*words, str(tmp_path / "again.npz")]) == 0
     assert sum(computed) == (36 if damage else 24)  # three batches of four were safe
     assert (tmp_path / "again.npz").read_bytes() == (tmp_path / "whole.npz").read_bytes()

@@ -8,7 +8,7 @@ import sys
 from typing import ClassVar
 
 import pytest
-from tiny_runs import BATCH, SMALLEST, tiny_config
+from tiny_runs import BATCH, SMALLEST, Killed, killed_at_second_save, tiny_config
 
 from anechoic.choices import Tracker, names
 from anechoic.config import ModelConfig, SaveConfig, ValidationConfig
@@ -16,7 +16,6 @@ from anechoic.errors import UserError
 from anechoic.runtime.loggers import LOGGERS, Logger, scalars
 from anechoic.runtime.run import read_metrics
 from anechoic.training import loop
-from anechoic.training.checkpointing import Checkpointer
 from anechoic.training.loop import fit
 
 
@@ -30,25 +29,11 @@ def config():
     )
 
 
-class Killed(Exception):
-    pass
-
-
 def train_in_two_parts(path, name, monkeypatch):
     """Kill the run when it is about to save for the second time: records after the first checkpoint come twice."""
-    real, calls = Checkpointer.save, []
-
-    def save(checkpointer, **values):
-        calls.append(values["seen"])
-        if len(calls) == 2:
-            raise Killed
-        return real(checkpointer, **values)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Checkpointer, "save", save)
-        with pytest.raises(Killed):
-            fit(config(), path, log_to=(name,))
-    assert calls == [4 * BATCH, 8 * BATCH]
+    with killed_at_second_save(monkeypatch) as saves:
+        fit(config(), path, log_to=(name,))
+    assert saves == [4 * BATCH, 8 * BATCH]
     fit(config(), path, log_to=(name,))
 
 

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 from PIL import Image
-from tiny_runs import BATCH, SMALLEST, tiny_config
+from tiny_runs import BATCH, SMALLEST, killed_at_second_save, tiny_config
 
 import anechoic
 from anechoic.cli.main import main
@@ -17,7 +17,6 @@ from anechoic.pages.runs import open_run
 from anechoic.pages.summary import ONLINE
 from anechoic.runtime.run import CLOCK_FIELDS, read_metrics
 from anechoic.server.page import status_of
-from anechoic.training.checkpointing import Checkpointer
 from anechoic.training.loop import fit
 
 LABELS = "limit:300:digits:test"
@@ -70,23 +69,9 @@ def test_labels_do_not_change_weights_or_losses(run, tmp_path):
     assert (tmp_path / "run" / "config.json").read_bytes() == (run / "config.json").read_bytes()
 
 
-class Killed(Exception):
-    pass
-
-
 def test_an_interrupted_run_resumes_exactly(run, tmp_path, monkeypatch):
-    real, calls = Checkpointer.save, []
-
-    def save(checkpointer, **values):
-        calls.append(values["seen"])
-        if len(calls) == 2:
-            raise Killed
-        return real(checkpointer, **values)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Checkpointer, "save", save)
-        with pytest.raises(Killed):
-            fit(config(), tmp_path / "run", validation_labels=LABELS)
+    with killed_at_second_save(monkeypatch):
+        fit(config(), tmp_path / "run", validation_labels=LABELS)
     fit(config(), tmp_path / "run", validation_labels=LABELS)
     assert records(tmp_path / "run") == records(run)
     assert weights(tmp_path / "run") == weights(run)
