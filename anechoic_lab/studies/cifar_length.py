@@ -218,6 +218,31 @@ def own_lr_grid(name: str, samples: int, group: str) -> Grid:
 LR = own_lr_grid("cifar-lr", LONG[1], "natural-lr")
 SHORT_LR = own_lr_grid("cifar-short-lr", LONG[0], "natural-short-lr")
 
+# The theory of docs/what-decay-is.md on trained features: the plain network with a learning rate per tensor must end
+# where the decayed one ends. The measures are those of the search.
+GROUPS_LR = 1e-3
+DECAYED = lr_name("muon", 0.6, LONG[0], GROUPS_LR)
+BY_GROUPS = f"{DECAYED}-groups"
+
+
+def short_lr_variants() -> dict[str, Variant]:
+    found = own_lr_variants(LONG[0])
+    config = found[DECAYED].config
+    by_groups = replace(config, shortcut=replace(config.shortcut, via="groups"))
+    return {**found, BY_GROUPS: replace(found[DECAYED], config=by_groups)}
+
+
+PARAM_GROUPS = replace(
+    SHORT_LR,
+    name="cifar-groups",
+    title=f"CIFAR-100: decayed shortcuts and parameter groups beside each other after {LONG[0]:,} samples",
+    rows=[
+        Row("decayed shortcuts, alpha_min 0.6", DECAYED),
+        Row("plain shortcuts, parameter groups of alpha_min 0.6", BY_GROUPS),
+    ],
+    baseline=DECAYED,
+)
+
 # ---- a folder of photographs, as `pretrain` trains it
 
 FOLDER, FOLDER_SAMPLES = "imagenette/train", 16_640  # twenty epochs
@@ -261,8 +286,11 @@ GROUPS: dict[str, Callable[[], dict[str, Variant]]] = {
     "natural-probe": partial(pair_variants, LONG[0]),
     "natural-whitened": partial(pair_variants, LONG[1]),
     "natural-lr": partial(own_lr_variants, LONG[1]),
-    "natural-short-lr": partial(own_lr_variants, LONG[0]),
+    "natural-short-lr": short_lr_variants,
     "natural-rates": lr_variants,
     "folder-rates": folder_variants,
 }
-GRIDS = {grid.name: grid for grid in (CIFAR, PROBE, WHITENED, LENGTH, LONGEST, LR, SHORT_LR, SEARCH, FOLDER_SEARCH)}
+GRIDS = {
+    grid.name: grid
+    for grid in (CIFAR, PROBE, WHITENED, LENGTH, LONGEST, LR, SHORT_LR, PARAM_GROUPS, SEARCH, FOLDER_SEARCH)
+}
