@@ -14,7 +14,6 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import anechoic
-from anechoic.cli.evaluate import choose
 from anechoic.cli.main import main
 from anechoic.config import Config, OptimConfig, SaveConfig, ValidationConfig
 from anechoic.data.preprocess import Preprocess
@@ -407,12 +406,6 @@ def test_probe_has_a_row_for_every_layer_and_noise_level(runs: dict[str, Path]) 
     assert again.metrics["rows"] == [row for row in rows if (row["noise"], row["layer"]) == (0.3, 2)]
     last = anechoic.evaluate(str(runs["cond"]), "digits:train", **parts, noise=(0.3,), layers=(-1,))
     assert last.metrics["rows"] == [row for row in rows if (row["noise"], row["layer"]) == (0.3, 3)]
-
-
-def test_choose_reads_held_out_training_data_only() -> None:
-    rows = [{"noise": 0.1, "layer": 1, "pooling": "mean", "probe": 0.7}, {"layer": 2, "pooling": "mean", "probe": 0.9}]
-    found = choose(rows, [{"probe": 0.8}, {"probe": 0.7}], ["probe"])
-    assert (found["layer"], found["accuracy"], found["test_maximum"]) == (1, 0.7, 0.9)
 
 
 def test_noise_levels_and_protocols_are_checked(runs: dict[str, Path]) -> None:

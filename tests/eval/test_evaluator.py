@@ -23,6 +23,7 @@ from anechoic.eval.evaluator import EvalSpec, Evaluator
 from anechoic.eval.metrics import registry
 from anechoic.eval.metrics.knn import knn_accuracy
 from anechoic.eval.metrics.registry import METRICS, Metric
+from anechoic.eval.selection import choose
 from anechoic.models import build_model
 from anechoic.models.packed import in_groups
 from anechoic.pages.run_page import layer_parts
@@ -313,3 +314,9 @@ def test_the_source_is_read_once_for_every_metric(encoder, monkeypatch):
     spec = EvalSpec(("knn", "rank", "norm", "echo"), layers="all")
     Evaluator(spec, cached=False).run(encoder, eval_data)
     assert sum(passes) == len(eval_data.train) + len(eval_data.test)
+
+
+def test_choose_reads_held_out_training_data_only():
+    rows = [{"noise": 0.1, "layer": 1, "pooling": "mean", "probe": 0.7}, {"layer": 2, "pooling": "mean", "probe": 0.9}]
+    found = choose(rows, [{"probe": 0.8}, {"probe": 0.7}], ["probe"])
+    assert (found["layer"], found["accuracy"], found["test_maximum"]) == (1, 0.7, 0.9)

@@ -23,7 +23,8 @@ from anechoic.runtime.distributed import (
     parallel,
 )
 from anechoic.runtime.run import Run
-from anechoic.training.loop import fit, resolve_config
+from anechoic.training.loop import fit
+from anechoic.training.run_state import resolve_config
 
 
 @pytest.mark.slow

@@ -22,8 +22,8 @@ from anechoic.rng import SampleGenerator
 from anechoic.runtime.checkpoint import load, model_card, write_model
 from anechoic.training import finetuning
 from anechoic.training.build import check, make_optimizer
-from anechoic.training.loop import effect_of_ranks
 from anechoic.training.objectives import make_objective
+from anechoic.training.run_state import effect_of_ranks
 from anechoic.training.validation import Samples
 
 
