@@ -2,21 +2,29 @@
 
 The cache holds a table from (device, inode, size, modification time, change time) to hash, so a second pass costs one
 stat per file. No program can set the change time: a file overwritten at equal size and modification time is hashed
-again. (Windows has no change time, so such a file goes unnoticed there.) A file that changed in the last seconds is not
-entered in the table, since it may change again within the resolution of its times.
+again. (Windows has no change time, so such a file goes unnoticed there.) Three kinds of files are hashed every time:
+those changed in the last seconds, since they may change again within the resolution of their times; those that a
+program holds open for writing, since writing to mapped memory changes no time until the pages are written back; and
+those in memory (tmpfs), where it never does.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import signal
 import stat
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -34,6 +42,8 @@ ROW = np.dtype([("stamp", "S40"), ("hash", "V16"), ("used", "<u4")])
 # Seconds without a change after which times of change tell two versions of a file apart.
 SETTLED = 2.0
 FILES_PER_TASK, THREADS = 64, 8
+# Seconds after which pages that were written are on the disk, so that the next write to them changes the file's times.
+WRITTEN_BACK = 3600.0
 
 
 def stamp_of(status: os.stat_result) -> tuple[int, int, int, int, int]:
@@ -65,8 +75,36 @@ def files_below(folder: str) -> Iterator[str]:
 
 
 def is_settled(stamp: Sequence[int] | np.ndarray) -> bool:
-    """Return whether the last change is old enough; modification times may be set to any date, change times not."""
-    return stamp[3 if os.name == "nt" else 4] < (time.time() - SETTLED) * 1e9
+    """Return whether a change would be seen in the stamp: the last is old enough, and the file is not in memory.
+
+    Modification times may be set to any date, change times not.
+    """
+    return stamp[3 if os.name == "nt" else 4] < (time.time() - SETTLED) * 1e9 and stamp[0] not in devices_in_memory()
+
+
+@cache
+def devices_in_memory() -> frozenset[int]:
+    """Return the devices of file systems that are kept in memory; empty where the system does not list them."""
+    with suppress(OSError), open("/proc/self/mountinfo") as file:
+        mounts = [line.partition(" - ") for line in file]
+        numbers = [
+            before.split()[2].split(":") for before, _, after in mounts if after.startswith(("tmpfs ", "ramfs "))
+        ]
+        return frozenset(os.makedev(int(major), int(minor)) for major, minor in numbers)
+    return frozenset()
+
+
+def is_held_for_writing(descriptor: int) -> bool:
+    """Return whether a program has the file open for writing; False where the system does not tell."""
+    if not hasattr(fcntl, "F_SETLEASE"):
+        return False
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)  # a program that opens it meanwhile: harmless by default
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    except OSError as error:
+        return error.errno == errno.EAGAIN
+    fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    return False
 
 
 def hash_path(path: str) -> tuple[tuple[int, int, int, int, int], bytes]:
@@ -78,6 +116,8 @@ def hash_path(path: str) -> tuple[tuple[int, int, int, int, int], bytes]:
             stamp = stamp_of(os.fstat(file.fileno()))
             found = hash_descriptor(file.fileno())
             changed = stamp_of(os.fstat(file.fileno())) != stamp
+            if stamp[4] > (time.time() - WRITTEN_BACK) * 1e9:
+                changed |= is_held_for_writing(file.fileno())
     except (OSError, ValueError) as error:
         return (0, 0, 0, 0, 0), xxh3_128_digest(f"unreadable: {type(error).__name__}".encode())
     return ((0, 0, 0, 0, 0) if changed else stamp), found

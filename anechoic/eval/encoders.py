@@ -7,8 +7,6 @@ denoisers.py.
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,7 +23,7 @@ from anechoic.config import PixelConfig
 from anechoic.data.preprocess import Preprocess
 from anechoic.errors import UserError
 from anechoic.eval.features import Pooling, layer_widths, poolings_of, prefix_tokens, trunk
-from anechoic.storage.fingerprint import hash_tensors
+from anechoic.storage.fingerprint import hash_network
 from anechoic.storage.safe_io import reason
 
 # Raw pixels are compared at this side at most; more would only repeat themselves.
@@ -97,13 +95,10 @@ class Encoder:
         """What features depend on besides the network and its weights."""
         return repr(self.preprocess)
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """Hex; changes with the architecture, the weights or the preparation of images."""
-        network = trunk(self.model)
-        text = re.sub(r" at 0x[0-9a-fA-F]+", "", f"{network!r} {self.about}")  # functions print their address
-        rest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        return rest + hash_tensors(network.state_dict())
+        return hash_network(trunk(self.model), self.about)
 
 
 @runtime_checkable

@@ -1,8 +1,9 @@
 """Features of a source: what an encoder computes of its images in one pass, in memory or in the cache on disk.
 
-The key is the content of weights, preprocessing and images. Features are written as they are computed, so memory does
-not grow with the number of images; if the disk refuses, they are held in memory. An interrupted pass resumes from its
-journal. Temporarily unreadable images are retried whenever an entry is opened. Labels and metrics are elsewhere.
+The key is the content of weights, preprocessing and images, and the conditions that the last bits depend on. Features
+are written as they are computed, so memory does not grow with the number of images; if the disk refuses, they are held
+in memory. An interrupted pass resumes from its journal. Temporarily unreadable images are retried whenever an entry is
+opened. Labels and metrics are elsewhere.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -30,6 +32,8 @@ from anechoic.data.source import digest, readable
 from anechoic.errors import UserError
 from anechoic.eval.encoders import Encoder
 from anechoic.eval.features import Key, Pooling, choose_layers, extract_batches
+from anechoic.models.packed import is_hooked
+from anechoic.outcome import package_version
 from anechoic.runtime.devices import pick_device
 from anechoic.storage.cache import OpenEntry, open_entry
 from anechoic.storage.files import read_json, remove, reserve, sealed, unsealed, write_aside, write_json
@@ -77,11 +81,12 @@ def features_of(
     chosen = choose_layers(layers, count=len(encoder.widths))
     wanted: list[Key] = [(layer, pooling) for layer in chosen for pooling in usable_poolings(encoder, poolings)]
     how = {"device": device, "workers": workers, "keep_pixels": keep_pixels}
-    if not cached:
+    if not cached or is_hooked(encoder.model):
         return compute_in_memory(encoder, source, wanted, **how)
     about = f"{encoder.name} on {len(source):,} images of {source.where or 'a data set'}"
+    key = digest(encoder.fingerprint, source.fingerprint, conditions(encoder, device))
     try:
-        with open_entry("features", digest(encoder.fingerprint, source.fingerprint), about=about) as entry:
+        with open_entry("features", key, about=about) as entry:
             good = entry.intact([IDS, *map(file_name, wanted)])
             if IDS in good and has_become_readable(entry, source):
                 good = set()
@@ -93,6 +98,13 @@ def features_of(
         reason = error.strerror or error
         warnings.warn(f"Features cannot be cached ({reason}); they are held in memory.", stacklevel=2)
         return compute_in_memory(encoder, source, wanted, **how)
+
+
+def conditions(encoder: Encoder, device: str) -> str:
+    """Return the type of device, its instructions, and the versions of the libraries that decode and compute."""
+    packages = {type(module).__module__.partition(".")[0] for module in encoder.model.modules()}
+    found = {name: package_version(name) for name in sorted(packages | {"torch", "pillow"})}
+    return f"{pick_device(device).type} {torch.backends.cpu.get_cpu_capability()} {found}"
 
 
 def usable_poolings(encoder: Encoder, poolings: Sequence[Pooling] | None) -> Sequence[Pooling]:

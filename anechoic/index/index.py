@@ -26,7 +26,7 @@ from anechoic.data.decoding import decoders
 from anechoic.data.source import digest, readable
 from anechoic.errors import NotFiniteError, UserError
 from anechoic.eval.encoders import Encoder, flat
-from anechoic.eval.feature_cache import NoneReadableError, create_table, features_of
+from anechoic.eval.feature_cache import NoneReadableError, conditions, create_table, features_of
 from anechoic.eval.feature_scaling import CHUNK, Affine, Scaling, fit_scaling, is_constant, unit_vectors
 from anechoic.eval.features import Pooling, choose_layers
 from anechoic.eval.metrics.knn import Neighbors, nearest_units
@@ -85,7 +85,7 @@ def open_index(
     keys = identities(source)
     try:
         with open_entry("index", key, about=f"{encoder.name} on {len(source):,} images of {place}") as entry:
-            known, reason = read(entry, encoder.fingerprint)
+            known, reason = read(entry, maker_of(encoder, device))
             if reason:
                 log.warning("The index of %s is made again: %s.", place, reason)
             return update(entry, known, encoder, source, keys, how, reason=reason)
@@ -129,13 +129,18 @@ class Known:
     retry: frozenset[str]
 
 
-def read(entry: OpenEntry, fingerprint: str) -> tuple[Known | None, str]:
+def maker_of(encoder: Encoder, device: str) -> str:
+    """Return what identifies the network and the conditions that vectors are computed under."""
+    return digest(encoder.fingerprint, conditions(encoder, device))
+
+
+def read(entry: OpenEntry, maker: str) -> tuple[Known | None, str]:
     """Return the index, or None and the reason why it cannot be used; an empty reason if there was none."""
     card = entry.card()
     if not any(entry.path.iterdir()):
         return None, ""
-    if card.get("encoder", fingerprint) != fingerprint:
-        return None, "the weights, or how images are prepared, have changed since"
+    if card.get("encoder", maker) != maker:
+        return None, "the weights, how images are prepared, or the libraries have changed since"
     try:
         if entry.intact([VECTORS, KEYS]) != {VECTORS, KEYS}:
             return None, "its file is damaged"
@@ -183,7 +188,7 @@ def update(
         )
     ids = np.sort(np.concatenate([part.ids for part in parts]))
     retry = readable(source, np.setdiff1d(np.arange(len(mine)), ids).tolist(), or_later=True)
-    notes = {"encoder": encoder.fingerprint, "bad": bad, "decoders": decoders()}
+    notes = {"encoder": maker_of(encoder, how["device"]), "bad": bad, "decoders": decoders()}
     write(entry, ids, parts, [mine[i] for i in ids], temporary=[mine[i].hex() for i in retry], **notes)
     added, removed = len(ids) - len(kept), len(known.keys) - len(kept)
     vectors = np.load(entry.path / VECTORS, mmap_mode="r")

@@ -37,8 +37,12 @@ def is_served(model: nn.Module) -> bool:
         return False
     if any(parameter.device.type != "cpu" or parameter.dtype != torch.float32 for parameter in model.parameters()):
         return False
-    hooked = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    return not hooked and all(type(block) is Block for block in model.blocks)
+    return not is_hooked(model) and all(type(block) is Block for block in model.blocks)
+
+
+def is_hooked(model: nn.Module) -> bool:
+    """Return whether other code takes part in the forward of a module, so that weights alone do not tell its output."""
+    return any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules())
 
 
 @dataclass(frozen=True)

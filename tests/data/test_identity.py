@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import sys
 import tarfile
 import zipfile
 from dataclasses import asdict
@@ -185,7 +186,35 @@ def test_recently_changed_files_are_hashed_again(tmp_path: Path) -> None:
     assert (FileHashes(path, ["a/0.bmp"]).rows["stamp"] == b"").all()
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not tell who writes")
+def test_array_written_through_mapped_memory_is_hashed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two writes to a mapped page, the second changes no time."""
+    monkeypatch.setattr(content_checksums, "is_settled", lambda stamp: any(stamp))
+    path = write("npy", tmp_path / "set", 1)
+    mapped = np.load(path, mmap_mode="r+")
+    found = set()
+    for value in range(3):
+        mapped[0] = value
+        found.add(open_source(path).fingerprint)
+    assert len(found) == 3
+    del mapped
+    assert open_source(path).fingerprint in found
+    (stamp,) = FileHashes("", [str(path)]).rows["stamp"]
+    assert stamp, "of a file that nobody writes the hash is recorded"
+
+
+def test_hashes_of_files_in_memory_are_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a write to mapped memory changes no time."""
+    path = write("npy", tmp_path / "set", 1)
+    monkeypatch.setattr(content_checksums, "SETTLED", -60.0)
+    for devices in (frozenset[int](), frozenset({os.stat(path).st_dev})):
+        monkeypatch.setattr(content_checksums, "devices_in_memory", lambda devices=devices: devices)
+        assert bool(FileHashes("", [str(path)]).rows["stamp"][0]) == (not devices)
+        shutil.rmtree(os.environ["ANECHOIC_CACHE"])
+
+
 def test_hash_of_a_file_dated_in_the_future_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(content_checksums, "devices_in_memory", frozenset)
     path = write("tar", tmp_path / "set", 1, time=4_000_000_000)
     monkeypatch.setattr(content_checksums, "SETTLED", -60.0)
     assert (FileHashes("", [str(path)]).rows["stamp"] != b"").all()
