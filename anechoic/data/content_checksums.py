@@ -46,6 +46,10 @@ FILES_PER_TASK, THREADS = 64, 8
 WRITTEN_BACK = 3600.0
 
 
+class ChangedError(UserError):
+    """A file is not the one that was hashed."""
+
+
 def stamp_of(status: os.stat_result) -> tuple[int, int, int, int, int]:
     """Return (device, inode, size, modification time, change time), which change when the file does."""
     mask = (1 << 63) - 1
@@ -189,8 +193,8 @@ class FileHashes:
                 raise self._changed(number)
             self.rows["stamp"][number] = stamp
 
-    def _changed(self, number: int) -> UserError:
-        return UserError(
+    def _changed(self, number: int) -> ChangedError:
+        return ChangedError(
             f"The content of {self.names[number]!r} has changed since this command first read it: give the command "
             "again when no program writes to the data."
         )

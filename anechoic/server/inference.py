@@ -6,6 +6,7 @@ in the server's, holds the images that are searched.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -17,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anechoic.data import Undecodable, decode, open_source
+from anechoic.data import BadImage, Undecodable, decode, open_source
+from anechoic.data.content_checksums import ChangedError
 from anechoic.data.decoding import stated_size
 from anechoic.data.loader import min_side_for
 from anechoic.data.stored import decode_stored
@@ -41,8 +43,9 @@ from anechoic.runtime.checkpoint import model_directory
 from anechoic.server.page import cached_verdict, report_of
 
 PICTURE = 256
-# Seconds after a failure before the images are embedded again.
-TRY_AGAIN_SECONDS = 30.0
+# Seconds after which the images are listed again, or embedded again after a failure; at least this multiple of
+# the time that it took.
+TRY_AGAIN_SECONDS, PAUSE = 30.0, 20.0
 
 
 Stamp = tuple[tuple[str, int, int, int, int], ...]
@@ -181,7 +184,10 @@ class Studio:
 
 
 class Gallery:
-    """The images that are searched, embedded in the background. data: which; None: the run's own."""
+    """The images that are searched, embedded in the background. data: which; None: the run's own.
+
+    While it is searched they are listed again from time to time, so that images that were added or changed are found.
+    """
 
     def __init__(self, path: Path, *, data: str | None, device: str) -> None:
         self.path, self.device = path, device
@@ -189,37 +195,45 @@ class Gallery:
         self._collection: Collection | None = None
         self._building: threading.Thread | None = None
         self._build_problem = ""
-        self._build_failed_at = 0.0
+        # When it was made, or failed to be, and the seconds that it took.
+        self._built, self._took = -math.inf, 0.0
 
     @property
     def collection(self) -> Collection | None:
-        """None while it is made, which begins when it is first asked for and may take long."""
-        if self._collection is None and self._building is None:
-            if self._build_problem and time.monotonic() < self._build_failed_at + TRY_AGAIN_SECONDS:
-                raise UserError(self._build_problem)
+        """None while it is first made, which begins when it is first asked for and may take long."""
+        due = time.monotonic() >= self._built + max(TRY_AGAIN_SECONDS, PAUSE * self._took)
+        if due and self._building is None:
+            self._build_problem = ""
             self._building = threading.Thread(target=self._build, name="anechoic-index", daemon=True)
             self._building.start()
+        if self._build_problem:
+            raise UserError(self._build_problem)
         return self._collection
 
     def _build(self) -> None:
+        started = time.monotonic()
         try:
             run = open_run(self.path)
             where = self.data or own_source(run)
             self._collection = Collection.of(self.path, where, encoder_of(run, device=self.device), self.device)
         except Exception as problem:  # reported by the next request; a thread's exception is invisible
             known = isinstance(problem, UserError)
+            self._collection = None
             self._build_problem = str(problem) if known else f"The images cannot be searched ({problem!r:.200})."
-            self._build_failed_at = time.monotonic()
         finally:
-            self._building = None
+            self._built = time.monotonic()
+            self._took, self._building = self._built - started, None
 
     def nearest(self, vectors: np.ndarray, weights: str, *, k: int) -> list[dict[str, Any]]:
         """Return the neighbors of a query by these weights; an index of others is made again."""
-        collection = self._collection
-        if collection is None or collection.weights != weights:
-            self._collection = None
-            raise UserError("The weights have changed and the images are being embedded again: retry in a moment.")
-        return collection.nearest(vectors, k=k)
+        collection, changed = self._collection, "The weights have"
+        if collection is not None and collection.weights == weights:
+            try:
+                return collection.nearest(vectors, k=k)
+            except (BadImage, ChangedError):
+                changed = "An image that was found has"
+        self._collection, self._built = None, -math.inf
+        raise UserError(f"{changed} changed and the images are being embedded again: retry in a moment.")
 
 
 def hidden_patches(count: int, hidden: Sequence[int] | None, *, ratio: float, seed: int) -> Tensor:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 # Before anything is imported that reads them: no network, one thread, no caches of the user.
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TQDM_DISABLE": "1"}
+# Modules that are first imported by an input must not be compiled to files outside its folder.
+sys.dont_write_bytecode = True
 
 # CPU time is limited; the wall clock only ends what waits forever.
 CPU_SECONDS, WALL_SECONDS, MEMORY = 5, 120, 1 << 30

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from serving import jpeg, png, serving, small_config, start_training, wait_for
+from serving import jpeg, make_pictures, png, serving, small_config, start_training, wait_for
 
 import anechoic
 from anechoic.config import DataConfig, ModelConfig, ObjectiveConfig, OptimConfig, SaveConfig
@@ -105,7 +105,48 @@ def test_failure_to_embed_images_is_reported_and_retried(run, monkeypatch):
         assert "cannot be searched (MemoryError('no room'))" in build_problem(gallery)
     monkeypatch.setattr(inference.Collection, "of", make)
     monkeypatch.setattr(inference, "TRY_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(inference, "PAUSE", 0.0)
     wait_for(lambda: gallery.collection is not None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", ["replaced", "deleted", "added"])
+def test_images_that_change_while_they_are_served_are_found_as_they_are(run, tmp_path, monkeypatch, change):
+    folder = make_pictures(tmp_path)
+    paths = sorted(folder.iterdir())
+    query = paths[3].read_bytes()
+    if change == "added":
+        paths[3].rename(tmp_path.with_suffix(".jpg"))
+    with serving(run, data=str(folder)) as client:
+        nearest = retried(client, query)
+        assert (nearest["name"] == paths[3].name, nearest["similarity"] > 0.9999) == ((change != "added"),) * 2
+        if change == "replaced":
+            shutil.copy(paths[5], paths[3])
+        elif change == "deleted":
+            paths[3].unlink()
+        else:
+            monkeypatch.setattr(inference, "TRY_AGAIN_SECONDS", 0.0)
+            monkeypatch.setattr(inference, "PAUSE", 0.0)
+            tmp_path.with_suffix(".jpg").rename(paths[3])
+            wait_for(lambda: retried(client, query)["name"] == paths[3].name)
+            return
+        nearest = retried(client, query)
+        assert nearest["similarity"] < 0.9999
+        assert nearest["name"] != paths[3].name
+
+
+def retried(client, data):
+    """Return the nearest image, once the images are embedded; until then every answer refuses with that reason."""
+    found = []
+
+    def answered():
+        answer = client.upload("/search?k=3", data)
+        found.append(answer)
+        assert answer.status == 200 or "embedded" in answer.json["detail"], answer.body
+        return answer.status == 200
+
+    wait_for(answered)
+    return found[-1].json["neighbors"][0]
 
 
 def build_problem(gallery):
