@@ -26,6 +26,14 @@ SCHEMA = 1
 UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
+def rough_duration(seconds: float) -> str:
+    """Return an estimated time in ten seconds, minutes, or hours and minutes."""
+    if seconds < 95:
+        return f"{max(10, round(seconds / 10) * 10)} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min"
+
+
 @dataclass(frozen=True, repr=False)
 class Outcome:
     """The result of one command: its arguments, what was measured, and the same as text for the terminal."""

@@ -1,9 +1,9 @@
 """Test the package on several versions of Python and torch: `make matrix`, or `python tools/matrix.py 3.12:2.13.0 ...`.
 
 Every row gets two virtual environments in .matrix, which a second run uses again. In one the tests of `make quick` run.
-In the other a wheel is built and installed as by a user, and must answer `--version` and train. The table is printed in
-Markdown; CONTRIBUTING.md has the last one. A version of Python that is not installed is reported. `--wheel` tries the
-wheels only.
+In the other a wheel is built and installed as by a user, and must answer `--version`, train, and show the demo. The
+table is printed in Markdown; CONTRIBUTING.md has the last one. A version of Python that is not installed is reported.
+`--wheel` tries the wheels only.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ def try_wheel(python: str, folder: Path, torch: str) -> str:
     version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), flags=re.M)[1]  # type: ignore[index]
     said = f"import subprocess; assert {version!r} in subprocess.check_output([{command!r}, '--version'], text=True)"
     tiny = ["pretrain", "digits", "--out", str(wheels / "run"), "--epochs", "0.2"]
+    shown = ["demo", "--out", str(wheels / "demo"), "--samples", "640"]
     return (
         first_problem(
             [
@@ -93,6 +94,7 @@ def try_wheel(python: str, folder: Path, torch: str) -> str:
                 [*pip_of(folder), "install", "--force-reinstall", "--no-deps", str(wheel)],
                 [str(folder / "bin/python"), "-c", said],
                 [command, *tiny],
+                [command, *shown],
             ],
             cwd=wheels,
         )

@@ -13,7 +13,7 @@ from anechoic.cli._command import training_command
 from anechoic.cli.options import Data, Devices, DryRun, ImageSize, Log, Out, PathLike, Seed, ValidationLabels, Workers
 from anechoic.cli.train import train_config
 from anechoic.config import Config, Options, budget, default_holdout, from_json
-from anechoic.outcome import Outcome
+from anechoic.outcome import Outcome, rough_duration
 
 if TYPE_CHECKING:
     from anechoic.data import Source
@@ -105,7 +105,7 @@ def pretrain(
         data=replace(config.data, workers=workers, rotate=rotate),
     )
     check_and_introduce(
-        config, out, size=len(source), sized=model is None, chosen=alpha_min is None, dry_run=dry_run, notes=pixels_text
+        config, out, source, sized=model is None, chosen=alpha_min is None, dry_run=dry_run, notes=pixels_text
     )
     # The size of scenes depends on the config, so they are drawn again.
     opened = None if str(data).startswith("scenes") else source
@@ -116,7 +116,7 @@ def pretrain(
 
 
 def check_and_introduce(
-    config: Config, out: Path, *, size: int, sized: bool, chosen: bool, dry_run: bool, notes: str = ""
+    config: Config, out: Path, source: Source, *, sized: bool, chosen: bool, dry_run: bool, notes: str = ""
 ) -> None:
     """Check the config, then print to stderr what is trained and why. notes: about the pixels.
 
@@ -129,21 +129,21 @@ def check_and_introduce(
     if under_launcher() or (out / "config.json").exists():
         return
     reason = f"Shortcuts: {alpha_min_reason(config)}" if chosen else ""
-    lines = [notes, reason] if dry_run else [*introduction(config, size=size, sized=sized), notes, reason]
+    lines = [notes, reason] if dry_run else [*introduction(config, source, sized=sized), notes, reason]
     for line in filter(None, lines):
         print(line, file=sys.stderr, flush=True)
 
 
-def introduction(config: Config, *, size: int, sized: bool) -> list[str]:
+def introduction(config: Config, source: Source, *, sized: bool) -> list[str]:
     """Return what is trained, why this model, and how long it will take. sized: the model was chosen here."""
-    from anechoic.pages.tables import duration
     from anechoic.runtime.devices import num_gpus
-    from anechoic.training.cost import seconds_per_image
+    from anechoic.training.cost import training_seconds
 
+    size = len(source)
     held_out = default_holdout(size) if config.data.holdout is None else config.data.holdout
     samples = budget(config.optim, max(config.optim.batch_size, size - held_out))
     devices = config.devices or max(1, num_gpus())
-    seconds = seconds_per_image(config) * samples / devices
+    seconds = training_seconds(config, source, samples=samples) / devices
     options = ", ".join(f"{name} {value}" for name, value in config.model.options.items())
     machine = "a CPU" if not num_gpus() else "1 GPU" if devices == 1 else f"{devices} GPUs"
     return [
@@ -151,7 +151,7 @@ def introduction(config: Config, *, size: int, sized: bool) -> list[str]:
         f"Model: {config.model.name}{f' ({options})' if options else ''} on images of {config.data.image_size} pixels"
         + (f", a size for {machine} and as many images; --model chooses another." if sized else "."),
         f"Length: {samples:,} samples in {samples // config.optim.batch_size:,} updates of {config.optim.batch_size}, "
-        f"about {duration(seconds)} here (timed on a few updates); --epochs changes it.",
+        f"about {rough_duration(seconds)} as busy as this machine is now; --epochs changes it.",
     ]
 
 

@@ -159,7 +159,7 @@ class Loader:
         image_size: int,
         batch_size: int,
         seed: int = 0,
-        augment: Augment | None = None,
+        augment: Transform | None = None,
         shuffle: bool = False,
         drop_last: bool = False,
         start: int = 0,

@@ -105,7 +105,7 @@ def with_pixel_cache(source: Source, *, min_side: int, build: bool = True) -> So
         return Subset(with_pixel_cache(source.source, min_side=min_side, build=build), source.indices)
     how = (source.pixels.type, repr(source.pixels.select)) if source.pixels.stored else ()
     key = digest("pixels", FORMAT, source.fingerprint, source.channels, min_side, *how)
-    if not has_entry("pixels", key) and (not build or expected_bytes(source, min_side=min_side) > limit() // 2):
+    if not has_entry("pixels", key) and not (build and is_cacheable(source, min_side=min_side)):
         return source
     try:
         about = f"{len(source):,} images of {source.where or 'a data set'}, sides of {min_side} or more"
@@ -126,6 +126,11 @@ def with_pixel_cache(source: Source, *, min_side: int, build: bool = True) -> So
             stacklevel=2,
         )
         return source
+
+
+def is_cacheable(source: Source, *, min_side: int) -> bool:
+    """Return whether all decoded pixels fit in half of the cache."""
+    return expected_bytes(source, min_side=min_side) <= limit() // 2
 
 
 def expected_bytes(source: Source, *, min_side: int) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 from tqdm.auto import tqdm
 
+from anechoic.outcome import rough_duration
 from anechoic.runtime.run import VALIDATION
 
 
@@ -18,6 +20,7 @@ class Progress:
         hidden = None if shown else True
         self.bar = tqdm(total=samples, initial=seen, unit="img", unit_scale=True, disable=hidden, dynamic_ncols=True)
         self.samples, self.shown = samples, shown
+        self.seen, self.clock = seen, time.monotonic()
         self.accuracy: dict[str, str] = {}
 
     def __enter__(self) -> Progress:
@@ -34,7 +37,15 @@ class Progress:
         """Print a validation where there is no bar."""
         self.accuracy = {name: f"{value:.3f}" for name, value in record.items() if name.startswith("labels_")}
         if record["kind"] in VALIDATION and self.shown and self.bar.disable:
-            print(f"{record['seen']:>12,} of {self.samples:,} samples  {summary(record)}", file=sys.stderr, flush=True)
+            said = f"{record['seen']:>12,} of {self.samples:,} samples{self.left(record['seen'])}  {summary(record)}"
+            print(said, file=sys.stderr, flush=True)
+
+    def left(self, seen: int) -> str:
+        """Return the time left at the pace since the last line, in which a machine that others use may have changed."""
+        since, now = seen - self.seen, time.monotonic()
+        pace = (now - self.clock) / since if since > 0 else 0.0
+        self.seen, self.clock = seen, now
+        return f"  about {rough_duration(pace * (self.samples - seen))} left" if pace and seen < self.samples else ""
 
     def close(self) -> None:
         self.bar.close()

@@ -10,12 +10,11 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from anechoic.outcome import commit, machine, plain
+from anechoic.outcome import commit, machine, plain, rough_duration
 from anechoic.pages.html import Html, Section, figure, machine_line, page
 from anechoic.pages.run_page import report_page, training_charts, verdict_note
 from anechoic.pages.runs import RunOnDisk, curves, encoder_of, facts, open_run, verdict_on
 from anechoic.pages.summary import Summary, summarize
-from anechoic.pages.tables import duration
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -75,7 +74,7 @@ def summary_of(run: RunOnDisk, *, state: str, left: float | None) -> str:
         (x for x in (record.get("held_out_loss") for record in reversed(run.validations)) if x is not None), None
     )
     words += f", held-out loss {loss:.4f}" if loss is not None else ""
-    return words + (f", about {duration(left)} left." if left is not None else ".")
+    return words + (f", about {rough_duration(left)} left." if left is not None else ".")
 
 
 def curves_alone(run: RunOnDisk) -> Summary:

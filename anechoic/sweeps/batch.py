@@ -8,9 +8,9 @@ from pathlib import Path
 
 from anechoic.data import split_limit
 from anechoic.errors import UserError
-from anechoic.outcome import Outcome
+from anechoic.outcome import Outcome, rough_duration
 from anechoic.pages.tables import text_table
-from anechoic.sweeps.sweep import Folders, Progress, cores_for, duration, estimates
+from anechoic.sweeps.sweep import Folders, Progress, cores_for, estimates
 from anechoic.sweeps.sweep import sweep as run_sweep
 from anechoic.sweeps.trial import Trial, finished, is_file
 from anechoic.training.cost import training_flops
@@ -39,13 +39,13 @@ def plan_trials(trials: Sequence[Trial], folders: Folders, jobs: int | None, *, 
         if on_gpu:
             cost = f"{training_flops(trial.config) / 1e18:,.2f} exaFLOP"
         else:
-            cost = duration(seconds[trial.name])
+            cost = rough_duration(seconds[trial.name])
             left += 0.0 if done else seconds[trial.name]
         rows.append([trial.name, f"{trial.config.optim.samples or 0:,}", cost, "done" if done else "to run"])
     table = text_table(["run", "samples", "exaFLOP" if on_gpu else "1 core", "state"], rows)
     cores = len(cores_for(jobs))
     total = (
-        f"\nAbout {duration(left / cores)} on {cores} core{'s' if cores > 1 else ''} for what is to run."
+        f"\nAbout {rough_duration(left / cores)} on {cores} core{'s' if cores > 1 else ''} for what is to run."
         if left
         else ""
     )

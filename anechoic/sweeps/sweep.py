@@ -21,6 +21,7 @@ from typing import Any, TextIO
 
 from anechoic.config import Config, from_json, settings, to_json
 from anechoic.errors import UserError
+from anechoic.outcome import machine, rough_duration
 from anechoic.runtime.devices import num_gpus
 from anechoic.runtime.run import last_seen
 from anechoic.runtime.subprocesses import Subprocesses
@@ -32,6 +33,8 @@ POLL = 0.2
 REDRAW = 2.0
 # Seconds between two lines where there is no terminal.
 REPORT_EVERY = 60.0
+# Estimated seconds of work that must be done before the pace of the sweep corrects the estimates.
+MEASURED_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -227,22 +230,25 @@ def conclude(job: Job, folders: Folders, progress: Progress, attempts: dict[str,
 
 
 def estimates(trials: Sequence[Trial], folders: Folders) -> dict[str, float]:
-    """Return CPU seconds (1 core) for every trial, scaled by what the finished ones of the same folder took."""
-    from anechoic.training.cost import cpu_seconds
+    """Return the seconds on one core for every trial.
+
+    The scale is what finished trials of the same folder took on this machine, else that of a few updates timed now.
+    """
+    from anechoic.training.cost import OVERHEAD_SECONDS, cpu_seconds, seconds_per_image
 
     rough = {trial.name: cpu_seconds(trial.config) for trial in trials}
-    known = [
-        read_record(folders.record(trial))["cpu_seconds"] / rough[trial.name]
-        for trial in trials
-        if finished(trial, folders.record(trial))
-    ]
-    scale = sorted(known)[len(known) // 2] if known else 1.0
-    return {name: seconds * scale for name, seconds in rough.items()}
-
-
-def duration(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{max(1, minutes)} min"
+    here = machine()
+    done = {trial.name for trial in trials if finished(trial, folders.record(trial))}
+    records = {name: read_record(folders.records / f"{name}.json") for name in done}
+    known = sorted(record["seconds"] / rough[name] for name, record in records.items() if record["machine"] == here)
+    if known:
+        return {name: seconds * known[len(known) // 2] for name, seconds in rough.items()}
+    config = next((trial.config for trial in trials if trial.name not in done and trial.config.optim.samples), None)
+    if config is None:
+        return rough
+    timed = seconds_per_image(replace(config, threads=config.threads or 1)) * (config.optim.samples or 0)
+    scale = timed / (cpu_seconds(config) - OVERHEAD_SECONDS)
+    return {name: OVERHEAD_SECONDS + (seconds - OVERHEAD_SECONDS) * scale for name, seconds in rough.items()}
 
 
 class Table:
@@ -263,18 +269,36 @@ class Table:
         self.lines = 0
         self.drawn = 0.0
         self.began = time.perf_counter()
+        # Trial -> (time, share done) when it was first seen running, and the seconds that a finished one took.
+        self.started: dict[str, tuple[float, float]] = {}
+        self.took: dict[str, float] = {}
+
+    def pace(self, now: float) -> float:
+        """Return the seconds that an estimated second took so far: other users of the machine change it."""
+        spent, expected = 0.0, 0.0
+        for trial in self.trials:
+            if trial.name not in self.started:
+                continue
+            at, before = self.started[trial.name]
+            done = trial.name in self.took
+            share = 1.0 if done else self.share(trial)
+            spent += self.took[trial.name] if done else now - at
+            expected += self.estimates[trial.name] * (share - before)
+        return spent / expected if expected > MEASURED_SECONDS else 1.0
 
     def left(self) -> str:
         over = {*self.progress.done, *self.progress.skipped}
         to_come = [trial for trial in self.trials if trial.name not in over]
         seconds = sum(self.estimates[trial.name] * (1 - self.share(trial)) for trial in to_come)
-        return duration(seconds / max(1, min(self.jobs, len(to_come))))
+        return rough_duration(seconds * self.pace(time.perf_counter()) / max(1, min(self.jobs, len(to_come))))
 
     def share(self, trial: Trial) -> float:
         samples = trial.config.optim.samples
         return min(1.0, last_seen(self.folders.run(trial) / "run") / samples) if samples else 0.0
 
     def event(self, name: str) -> None:
+        if name in self.started and name in self.progress.done:
+            self.took[name] = time.perf_counter() - self.started[name][0]
         if self.out.isatty():
             return
         state = f"failed: {self.progress.failed[name]}" if name in self.progress.failed else "done"
@@ -291,6 +315,8 @@ class Table:
 
     def draw(self, running: Sequence[Job], *, last: bool = False) -> None:
         now = time.perf_counter()
+        for job in running:
+            self.started.setdefault(job.trial.name, (job.started, self.share(job.trial)))
         if not self.out.isatty():
             self.report(running, now)
             return
@@ -299,7 +325,7 @@ class Table:
         self.drawn = now
         lines = [
             f"  {job.trial.name:<40} core {job.core}  {100 * self.share(job.trial):3.0f} %  "
-            f"{duration(now - job.started)}"
+            f"{rough_duration(now - job.started)}"
             for job in running
         ]
         over, failed = len(self.progress.done) + len(self.progress.skipped), len(self.progress.failed)

@@ -15,6 +15,7 @@ from anechoic.config import Config, OptimConfig, to_json
 from anechoic.data import Augment, Loader, Source, Subset, open_source
 from anechoic.data.latents import Latents, is_latents
 from anechoic.data.preprocess import Preprocess
+from anechoic.data.source import Transform
 from anechoic.errors import UserError
 from anechoic.models import build_model, model_config
 from anechoic.models.network import NetworkConfig
@@ -56,7 +57,7 @@ def make_loader(
         image_size=data.image_size,
         batch_size=config.optim.batch_size,
         seed=config.seed,
-        augment=Augment(kind=data.augment, scale=data.scale, flip=data.flip, rotate=data.rotate),
+        augment=transform_of(config, source),
         shuffle=True,
         drop_last=True,
         start=start,
@@ -65,6 +66,12 @@ def make_loader(
         world_size=world_size,
         device=device,
     )
+
+
+def transform_of(config: Config, source: Source) -> Transform:
+    """Return how the run crops and changes images."""
+    data = config.data
+    return source.transform or Augment(kind=data.augment, scale=data.scale, flip=data.flip, rotate=data.rotate)
 
 
 def needs_labels(config: Config) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -22,6 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from anechoic.config import Config
+from anechoic.data import Source
+from anechoic.data.loader import min_side_for
+from anechoic.data.pixel_cache import is_cacheable
 from anechoic.errors import UserError
 from anechoic.models import build, family_of, model_config
 from anechoic.models.mae import MAEConfig, MaskedAutoencoder, skip_sources
@@ -31,7 +35,7 @@ from anechoic.models.uvit import UViT
 from anechoic.rng import SampleGenerator
 from anechoic.runtime.devices import pick_device
 from anechoic.runtime.fsdp import BLOCKS
-from anechoic.training.build import make_model, make_optimizer, model_options
+from anechoic.training.build import make_model, make_optimizer, model_options, needs_labels, transform_of
 from anechoic.training.objectives import make_objective
 from anechoic.training.optim import is_body_matrix
 from anechoic.training.validation import Samples
@@ -105,8 +109,8 @@ def step_flops(config: MAEConfig, batch: int) -> float:
 
 # ---- seconds on this machine
 
-# Images of a timed update, and the number of updates timed after the first, which is slow.
-IMAGES, UPDATES = 32, 2
+# What is timed: images that are read, and updates after the first, which is slow, until they took this long.
+READ_IMAGES, TIMED_SECONDS, MAX_UPDATES = 64, 1.0, 30
 # Of one CPU core in one-thread runs of the pocket size, evaluation included.
 FLOPS_PER_SECOND = 25e9
 OVERHEAD_SECONDS = 40.0
@@ -117,27 +121,67 @@ def cpu_seconds(config: Config) -> float:
     return OVERHEAD_SECONDS + training_flops(config) / FLOPS_PER_SECOND
 
 
+def training_seconds(config: Config, source: Source, *, samples: int) -> float:
+    """Return the wall time of a training as this machine is now, from timed reading, cropping and updates.
+
+    Images are decoded once where the pixel cache holds them.
+    """
+    min_side = min_side_for(config.data.image_size)
+    chosen = np.unique(np.linspace(0, len(source) - 1, READ_IMAGES).astype(int)).tolist()
+    started = time.perf_counter()
+    images = [image for image in source.read_many(chosen, min_side=min_side) if isinstance(image, Tensor)]
+    reading = (time.perf_counter() - started) / len(chosen)
+    if not images:
+        return samples * seconds_per_image(config)
+    ids = torch.arange(len(images))
+    transform, started = transform_of(config, source), time.perf_counter()
+    transform(images, image_size=config.data.image_size, generator=SampleGenerator(0, ids, torch.zeros_like(ids)))
+    loading = (time.perf_counter() - started) / len(images)
+    once = 0.0
+    if source.in_memory or is_cacheable(source, min_side=min_side):
+        once = len(source) * reading
+    else:
+        loading += reading
+    step, workers = seconds_per_image(config), config.data.workers or 0
+    return once + samples * (max(step, loading / workers) if workers else step + loading)
+
+
 def seconds_per_image(config: Config) -> float:
-    """Time a few updates of a part of a batch in this process; loading data and labels are not included."""
-    device = pick_device("auto")
+    """Time updates with the threads of the run; loading data is not included."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(config.threads or threads)
+    try:
+        return timed_updates(config)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def timed_updates(config: Config) -> float:
+    device, data = pick_device("auto"), config.data
     with torch.random.fork_rng(devices=[]):
         model = make_model(config).to(device).train()
     optimizer = make_optimizer(model, config.optim)
     objective = make_objective(config.objective.name, **config.objective.options)
-    count = min(IMAGES, config.optim.batch_size)
-    shape = (count, config.data.channels, config.data.image_size, config.data.image_size)
+    count = max(1, config.optim.batch_size // config.optim.accumulate)
+    shape = (count, data.channels, data.image_size, data.image_size)
     images = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
     ids = torch.arange(count, device=device)
-    spent = 0.0
-    for update in range(UPDATES + 1):
-        started = time.perf_counter()
-        losses = objective(model, Samples(images, None), SampleGenerator(0, ids, torch.full_like(ids, update)))
+    labels = torch.zeros_like(ids) if data.labels or needs_labels(config) else None
+
+    def update(number: int) -> None:
+        losses = objective(model, Samples(images, labels), SampleGenerator(0, ids, torch.full_like(ids, number)))
         losses["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()
         losses["loss"].item()  # waits for a GPU
-        spent += time.perf_counter() - started if update else 0.0
-    return spent / (UPDATES * count)
+
+    update(0)
+    started, updates, spent = time.perf_counter(), 0, 0.0
+    while spent < TIMED_SECONDS and updates < MAX_UPDATES:
+        updates += 1
+        update(updates)
+        spent = time.perf_counter() - started
+    return spent / (updates * count)
 
 
 # ---- GPUs

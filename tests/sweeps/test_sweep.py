@@ -15,12 +15,14 @@ from tiny_runs import SMALLEST
 
 from anechoic.config import Config, DataConfig, ModelConfig, OptimConfig, SaveConfig, ShortcutConfig, ValidationConfig
 from anechoic.errors import UserError
+from anechoic.outcome import machine, rough_duration
 from anechoic.storage.files import read_json, write_json
 from anechoic.sweeps import sweep as sweep_module
 from anechoic.sweeps.sweep import (
     ATTEMPTS,
     Folders,
-    duration,
+    Progress,
+    Table,
     estimates,
     outdated,
     sweep,
@@ -28,7 +30,7 @@ from anechoic.sweeps.sweep import (
     with_settings,
 )
 from anechoic.sweeps.trial import EvalPlan, Trial, finished, run_trial
-from anechoic.training.cost import OVERHEAD_SECONDS, training_flops
+from anechoic.training.cost import OVERHEAD_SECONDS, cpu_seconds, training_flops
 
 OPTIONS = {**SMALLEST, "patch_size": 4}
 EVALUATION = EvalPlan("digits:train", "digits:test", max_train=100, max_test=60)
@@ -327,20 +329,32 @@ def test_work_and_estimates_grow_with_the_samples(tmp_path):
     assert work[1] == pytest.approx(3 * work[0])
 
 
-def test_estimates_learn_from_what_finished_cells_took(tmp_path):
+def test_estimates_learn_from_what_finished_trials_took_on_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr("anechoic.training.cost.seconds_per_image", lambda config: 0.5)
     folders = Folders(tmp_path / "records", tmp_path / "runs")
     trials = [trial_of("one", tiny()), trial_of("two", tiny(updates=8))]
-    before = estimates(trials, folders)
+    timed = estimates(trials, folders)
+    assert timed["two-seed0"] == pytest.approx(OVERHEAD_SECONDS + 0.5 * 8 * 16)
     folders.records.mkdir()
-    took = 7 * before["one-seed0"]
-    write_json(folders.record(trials[0]), {**trials[0].to_json(), "cpu_seconds": took})
-    after = estimates(trials, folders)
-    assert after["one-seed0"] == pytest.approx(took)
-    assert after["two-seed0"] == pytest.approx(7 * before["two-seed0"])
+    took = 7 * cpu_seconds(trials[0].config)
+    for cpu, expected in ((machine(), 7 * cpu_seconds(trials[1].config)), ({"cpu": "other"}, timed["two-seed0"])):
+        write_json(folders.record(trials[0]), {**trials[0].to_json(), "seconds": took, "machine": cpu})
+        assert estimates(trials, folders)["two-seed0"] == pytest.approx(expected)
+
+
+def test_the_time_left_of_a_sweep_follows_the_pace_of_what_ran(tmp_path):
+    trials = [trial_of(name, tiny()) for name in ("one", "two")]
+    folders, progress = Folders(tmp_path / "records", tmp_path / "runs"), Progress()
+    table = Table(trials, folders, progress, io.StringIO(), estimates={t.name: 600.0 for t in trials}, jobs=1)
+    assert table.left() == "20 min"
+    progress.done.append(trials[0].name)
+    table.started[trials[0].name], table.took[trials[0].name] = (0.0, 0.0), 1800.0
+    assert table.left() == "30 min"
 
 
 @pytest.mark.parametrize(
-    ("seconds", "words"), [(5, "1 min"), (150, "2 min"), (3540, "59 min"), (3600, "1 h 00 min"), (11_100, "3 h 05 min")]
+    ("seconds", "words"),
+    [(3, "10 s"), (94, "90 s"), (150, "2 min"), (3540, "59 min"), (3600, "1 h 00 min"), (11_100, "3 h 05 min")],
 )
 def test_durations_for_people(seconds, words):
-    assert duration(seconds) == words
+    assert rough_duration(seconds) == words

@@ -365,7 +365,9 @@ def test_progress_on_a_log(tmp_path, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith(f"{tmp_path}: starting, ")
     assert any("alpha_min 0.6" in line for line in lines)
-    assert [line.split()[0] for line in lines if " samples  held_out_loss " in line] == ["0", "320", "640"]
+    shown = [line for line in lines if " held_out_loss " in line]
+    assert [line.split()[0] for line in shown] == ["0", "320", "640"]
+    assert [" left  " in line for line in shown] == [False, True, False]
     fit(tiny_config(steps=20), tmp_path / "quiet")
     assert capsys.readouterr().err == ""
 
