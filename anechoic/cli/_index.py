@@ -62,7 +62,7 @@ def search_text(search: dict[str, Any]) -> str:
         return ""
     return (
         "\nSearch is approximate: recall at 10 is {recall:.3f} against exact search of a sample "
-        "({read} of {lists} lists are read)."
+        "({read} of {lists} lists are read). Its index is rebuilt when images are added or removed."
     ).format(**search)
 
 

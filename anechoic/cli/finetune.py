@@ -56,7 +56,7 @@ def finetune(
         mixup: mixes pairs of images with a share from Beta(mixup, mixup); 0 is off.
         cutmix: pastes boxes with a share from Beta(cutmix, cutmix); 0 is off.
         smoothing: share of the label spread over all classes.
-        magnitude: strength of RandAugment, up to 10; 0 is off.
+        magnitude: strength of RandAugment, up to 10; 0 is off. Images with stored values are only moved.
         erase: probability of replacing a box of an image by noise.
     """
     import json

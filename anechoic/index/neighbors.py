@@ -129,7 +129,8 @@ def nearest_in_file(mapped: np.ndarray, queries: Tensor, *, k: int) -> Neighbors
 def open_approximate(vectors: np.ndarray, change: Affine | None, *, about: str = "") -> Approximate:
     """Read the approximate index of these vectors (n, D) under this change from the cache, or build it there.
 
-    OSError if the cache cannot be written.
+    It is of exactly these vectors: their mean and deviation are part of every unit vector, so one more image changes
+    all. OSError if the cache cannot be written.
     """
     faiss = load_faiss()
     parts = () if change is None else (change.mean.numpy(), change.matrix.numpy())

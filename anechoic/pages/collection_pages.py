@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from anechoic.outcome import counted
 from anechoic.pages.charts import histogram
 from anechoic.pages.cluster_names import folder_of
 from anechoic.pages.html import (
+    EMPTY,
     Grouping,
     Html,
     Section,
@@ -227,10 +229,11 @@ def duplicates(metrics: Mapping[str, Any], names: Sequence[str], found: Explorat
     if not groups:
         return [empty("There are no near-duplicates."), why]
     group_of = {row: number for number, group in enumerate(found.groups, 1) for row in group}
-    lines = [[group_of[i], names[i], names[j], value] for i, j, value in found.pairs]
+    lines = [[group_of[i], names[i], names[j], value] for i, j, value in found.pairs[:MAX_ROWS]]
+    header = ["group", "image", "other image", "similarity"]
     parts: list[str] = [
         f"{counted(len(groups), 'group')}, the most similar first. Each begins with its image of the most pixels.",
-        download("duplicates.csv", ["group", "image", "other image", "similarity"], lines, extra=SELECT_COPIES),
+        *listing("duplicates.csv", header, lines, of=len(found.pairs), extra=SELECT_COPIES),
     ]
     cards = []
     for number, group in enumerate(groups[:SHOWN_GROUPS], 1):
@@ -261,7 +264,13 @@ def outliers(metrics: Mapping[str, Any], names: Sequence[str], found: Exploratio
     lines = [[names[row], folder_of(names[row]), float(found.likeness[row])] for row in found.oddest[:MAX_ROWS]]
     items = [pictures.item(item["index"], f"{item['likeness']:.3f}") for item in metrics["outliers"][:SHOWN_OUTLIERS]]
     words = "The images least like their nearest neighbors, with the mean similarity to them; the oddest first."
-    return [words, download("outliers.csv", ["image", "folder", "likeness"], lines), grid(items)]
+    return [words, *listing("outliers.csv", ["image", "folder", "likeness"], lines, of=len(names)), grid(items)]
+
+
+def listing(name: str, header: Sequence[str], rows: Sequence[Any], *, of: int, extra: Html = EMPTY) -> list[str]:
+    """Return the button that saves the rows, and a sentence if they are not all of them; of: the number of all."""
+    rest = [f"The file has the first {len(rows):,} rows of {of:,}."] * (len(rows) < of)
+    return [download(name, header, rows, extra=extra), *rest]
 
 
 def cluster_titles(metrics: Mapping[str, Any]) -> list[str]:
@@ -273,14 +282,14 @@ def cluster_titles(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def clusters(metrics: Mapping[str, Any], names: Sequence[str], found: Exploration, pictures: Pictures) -> list[str]:
+    each = zip(names, found.clusters.label, found.clusters.similarity, strict=True)
     lines = [
-        [name, folder_of(name), int(label) + 1, float(value)]
-        for name, label, value in zip(names, found.clusters.label, found.clusters.similarity, strict=True)
-    ][:MAX_ROWS]
+        [name, folder_of(name), int(label) + 1, float(value)] for name, label, value in itertools.islice(each, MAX_ROWS)
+    ]
     parts: list[str] = [
         "Groups found by k-means, each with the images nearest its center. A cluster is named after its most "
         "frequent folder, or a word that its file names share.",
-        download("clusters.csv", ["image", "folder", "cluster", "similarity"], lines),
+        *listing("clusters.csv", ["image", "folder", "cluster", "similarity"], lines, of=len(names)),
     ]
     for title, cluster in zip(cluster_titles(metrics), metrics["clusters"], strict=True):
         folders = ", ".join(f"{name or 'no folder'} ({count})" for name, count in cluster["folders"])

@@ -152,23 +152,31 @@ OPERATIONS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
     translate_x,
     translate_y,
 )
+# Those that take values of any range and channels of any meaning.
+GEOMETRIC = (rotate, shear_x, shear_y, translate_x, translate_y)
 
 
 def rand_augment(
-    x: Tensor, generator: SampleGenerator, *, magnitude: float = 9, deviation: float = 0.5, layers: int = 2
+    x: Tensor,
+    generator: SampleGenerator,
+    *,
+    magnitude: float = 9,
+    deviation: float = 0.5,
+    layers: int = 2,
+    operations: Sequence[Callable[[Tensor, Tensor], Tensor]] = OPERATIONS,
 ) -> Tensor:
     """Apply `layers` times a random operation with probability 0.5 at strength N(magnitude, deviation) / 10.
 
     Reads back from the device which images get which operation: computing all fifteen for all images costs more.
     """
     for layer in range(layers):
-        choice = generator.integers(f"operation {layer}", len(OPERATIONS), 1)[:, 0]
+        choice = generator.integers(f"operation {layer}", len(operations), 1)[:, 0]
         u = generator.uniform(f"strength {layer}", 2)
         strength = (magnitude + deviation * generator.normal(f"magnitude {layer}", 1)[:, 0]).clamp(0, 10) / 10
         strength = torch.where(u[:, 0] < 0.5, strength, -strength)
         choice = torch.where(u[:, 1] < 0.5, choice, -1)
         x = x.clone()
-        for number, operation in enumerate(OPERATIONS):
+        for number, operation in enumerate(operations):
             rows = (choice == number).nonzero()[:, 0]
             if len(rows):
                 x[rows] = operation(x[rows], strength[rows])
@@ -274,7 +282,8 @@ def finetuning(
 ) -> Objective:
     """Soft cross-entropy on augmented and mixed images in training; plain cross-entropy and accuracy in evaluation.
 
-    preprocess: how the images were normalized, since they are augmented as pixels. magnitude 0 turns RandAugment off.
+    preprocess: how the images were normalized, since they are augmented as pixels; stored values are only moved, since
+    they have no range. magnitude 0 turns RandAugment off.
     """
     for name, value in {"smoothing": smoothing, "switch": switch, "erase": erase}.items():
         if not 0 <= value <= 1:
@@ -283,8 +292,11 @@ def finetuning(
     def augmented(images: Tensor, generator: SampleGenerator) -> Tensor:
         if magnitude > 0:
             assert preprocess is not None, "the training loop passes it"
-            pixels = preprocess.invert(images).clamp(0, 1)
-            images = preprocess.renormalize(rand_augment(pixels, generator, magnitude=magnitude))
+            if preprocess.pixels.stored:
+                images = rand_augment(images, generator, magnitude=magnitude, operations=GEOMETRIC)
+            else:
+                pixels = preprocess.invert(images).clamp(0, 1)
+                images = preprocess.renormalize(rand_augment(pixels, generator, magnitude=magnitude))
         return random_erase(images, generator, probability=erase) if erase else images
 
     def loss(model: Any, batch: Samples, generator: SampleGenerator) -> dict[str, Tensor]:

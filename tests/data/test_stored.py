@@ -21,8 +21,9 @@ from pydicom.uid import ExplicitVRLittleEndian, JPEGExtended12Bit, JPEGLSLossles
 
 from anechoic.config import EIGHT_BIT, PixelConfig
 from anechoic.data import Augment, BadImage, Loader, open_source
+from anechoic.data.decoding import IMAGE_SUFFIXES
 from anechoic.data.pixels import Undecodable
-from anechoic.data.stored import Box, decode_stored, open_stored, read_region
+from anechoic.data.stored import READERS, Box, decode_stored, open_stored, read_region
 from anechoic.data.stored_files import deviation, steps
 from anechoic.errors import UserError
 
@@ -204,28 +205,51 @@ def test_dicom_color_of_32_bits_is_not_cut_to_16(tmp_path: Path) -> None:
     assert np.array_equal(found.numpy().transpose(1, 2, 0), values)
 
 
+# ---- files of other people
+
+
+def read_last_frame(path: Path, *, name: str = "") -> str:
+    """Return type and channels of the last frame of a file, or why it is refused."""
+    try:
+        with open_stored(path, name=name) as image:
+            whole, how = Box(0, 0, image.height, image.width), PixelConfig(type=image.type)  # type: ignore[arg-type]
+            pixels = read_region(image, image.frames - 1, whole, pixels=how, channels=len(image.names), min_side=None)
+            return f"{str(pixels.dtype).removeprefix('torch.')} x {len(pixels)}"
+    except Undecodable as problem:
+        return f"refused: {problem}"
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # pydicom warns about what its test files are for
 def test_every_dicom_file_of_pydicom_is_read_or_refused_in_one_sentence() -> None:
     found: Counter[str] = Counter()
     for path in sorted(Path(pydicom.__file__).parent.rglob("*")):
-        if path.suffix != ".dcm" and not (path.is_file() and path.read_bytes()[128:132] == b"DICM"):
-            continue
-        try:
-            with open_stored(path, name="a.dcm") as image:
-                whole, how = Box(0, 0, image.height, image.width), PixelConfig(type=image.type)  # type: ignore[arg-type]
-                pixels = read_region(
-                    image, image.frames - 1, whole, pixels=how, channels=len(image.names), min_side=None
-                )
-                found[str(pixels.dtype)] += 1
-        except Undecodable as problem:
-            found["no pixels" if "has no pixels" in str(problem) else f"refused: {problem}"] += 1
-    assert not [reason for reason in found if "\n" in reason]
-    assert found["no pixels"] >= 50
-    assert found["torch.float32"] >= 50
-    assert found["torch.uint8"] >= 15
-    assert found["torch.uint16"] >= 3
-    assert all(re.search("; (install|save|remove|copy)", reason) for reason in found if reason.startswith("refused"))
+        if path.suffix == ".dcm" or (path.is_file() and path.read_bytes()[128:132] == b"DICM"):
+            found[read_last_frame(path, name="a.dcm")] += 1
+    refused = {reason: count for reason, count in found.items() if reason.startswith("refused")}
+    assert sum(count for reason, count in refused.items() if "has no pixels" in reason) >= 50
+    assert found["float32 x 1"] >= 50
+    assert found["uint8 x 3"] >= 15
+    assert found["uint16 x 3"] >= 3
+    assert all(re.search("; (install|save|remove|copy)", reason) for reason in refused)
+    assert not [reason for reason in refused if "\n" in reason]
+
+
+@pytest.mark.slow
+def test_every_image_of_scikit_image_imageio_and_tifffile_is_read() -> None:
+    imageio = pytest.importorskip("imageio", reason="files of other people are in its wheel")
+    skimage = pytest.importorskip("skimage", reason="files of other people are in its wheel")
+    found = {
+        path.name: read_last_frame(path)
+        for package in (skimage, imageio, tifffile)
+        for path in sorted(Path(package.__file__).parent.rglob("*"))
+        if path.suffix.lower() in {*IMAGE_SUFFIXES, *READERS} and path.parent.name != "morphology"
+    }
+    assert len(found) >= 25
+    assert not [reason for reason in found.values() if reason.startswith("refused")]
+    assert found["multipage_rgb.tif"] == "float32 x 3"
+    assert found["motorcycle_left.png"] == found["chelsea.png"] == "uint8 x 3"
+    assert found["multipage.tif"] == "uint8 x 2"
 
 
 # ---- bad input: one sentence with the name and the remedy, and the rest is read

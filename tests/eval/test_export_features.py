@@ -36,12 +36,20 @@ def test_parquet_has_a_fixed_size_list_column(tmp_path):
     assert table.column("name").to_pylist() == NAMES
 
 
-def test_lancedb_takes_the_parquet_file_as_it_is(tmp_path):
-    lancedb = pytest.importorskip("lancedb", reason="the hand-over to a vector database is tried with LanceDB")
+@pytest.mark.slow
+def test_qdrant_takes_the_vectors_of_the_parquet_file(tmp_path):
+    qdrant = pytest.importorskip("qdrant_client", reason="the hand-over to a vector database is tried with Qdrant")
     pq = pytest.importorskip("pyarrow.parquet")
-    table = lancedb.connect(tmp_path / "lance").create_table("images", pq.read_table(write(tmp_path / "v.parquet")))
-    found = table.search(VECTORS[3], vector_column_name="features").limit(2).to_list()
-    assert found[0]["name"] == NAMES[3]
+    table = pq.read_table(write(tmp_path / "v.parquet"))
+    vectors = np.stack(table.column("features").to_pylist())
+    client = qdrant.QdrantClient(path=str(tmp_path / "vectors.qdrant"))
+    how = qdrant.models.VectorParams(size=vectors.shape[1], distance=qdrant.models.Distance.COSINE)
+    client.create_collection("images", how)
+    client.upload_collection("images", vectors, payload=[{"name": name} for name in table.column("name").to_pylist()])
+    units = VECTORS / np.linalg.norm(VECTORS, axis=1, keepdims=True)
+    near = client.query_points("images", VECTORS[3], limit=len(NAMES)).points
+    assert [point.payload["name"] for point in near] == [NAMES[i] for i in np.argsort(-units @ units[3])]
+    client.close()
 
 
 def test_unknown_ending_is_refused_before_anything_is_written(tmp_path):

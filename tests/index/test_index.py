@@ -31,6 +31,7 @@ from anechoic.index import collection as exploring
 from anechoic.index import index
 from anechoic.index.index import Searchable, nearest_others, open_index
 from anechoic.index.queries import resolve
+from anechoic.pages import collection_pages
 from anechoic.runtime.checkpoint import model_card, write_model
 from anechoic.storage.cache import cache_dir, open_entry
 from anechoic.storage.safe_io import read_regular
@@ -518,6 +519,16 @@ def test_explore_reports_duplicates_clusters_and_outliers(run, photos, capsys, t
     assert data_of(page)["metrics"] == found
     text = page.read_text()
     assert all(f'data-name="{name}.csv"' in text for name in ("duplicates", "outliers", "clusters"))
+
+
+@pytest.mark.slow
+def test_page_reports_that_its_files_lack_rows(run, photos, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(collection_pages, "MAX_ROWS", 5)
+    page = tmp_path / "all.html"
+    metrics_of(capsys, "explore", run, photos, "-o", page)
+    text = page.read_text()
+    assert text.count("The file has the first 5 rows of 36.") == 2
+    assert "Save outliers.csv (5 rows)" in text
 
 
 @pytest.mark.slow

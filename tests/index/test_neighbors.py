@@ -163,7 +163,9 @@ def test_commands_print_the_recall_of_an_approximate_search(tmp_path, capsys):
         picture(i).save(folder / f"{i:02d}.png")
     words = (str(run), str(folder))
     assert main(["search", *words, "3", "-k", "4", "--engine", "approximate"]) == 0
-    assert "Search is approximate: recall at 10 is" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Search is approximate: recall at 10 is" in printed
+    assert "rebuilt when images are added or removed" in printed
     assert main(["search", *words, "3", "-k", "4"]) == 0
     assert "approximate" not in capsys.readouterr().out
     page = tmp_path / "all.html"

@@ -13,7 +13,7 @@ from PIL import Image, ImageEnhance, ImageOps
 
 import anechoic
 from anechoic.cli.main import main
-from anechoic.config import Config, ModelConfig, ObjectiveConfig, OptimConfig
+from anechoic.config import Config, ModelConfig, ObjectiveConfig, OptimConfig, PixelConfig
 from anechoic.data.preprocess import Preprocess
 from anechoic.errors import UserError
 from anechoic.models import build_model
@@ -115,6 +115,25 @@ def test_augmentation_belongs_to_the_sample():
     assert not torch.equal(whole, other)
     assert whole.min() >= 0
     assert whole.max() <= 1
+
+
+def test_stored_values_are_moved_and_never_clipped():
+    preprocess = Preprocess((300.0,) * 5, (20.0,) * 5, 16, 5, PixelConfig(type="uint16"))
+    images = torch.full((64, 5, 16, 16), 40.0)  # deviations above the mean: a hot image
+    seen = []
+
+    class Network(torch.nn.Module):
+        def forward(self, x):
+            seen.append(x)
+            return x.mean(dim=(2, 3))
+
+    objective = finetuning.finetuning(preprocess=preprocess, num_classes=5, mixup=0, cutmix=0, erase=0)
+    zeros = torch.zeros(64, dtype=torch.int64)
+    for _ in range(2):
+        objective(Network(), Samples(images.clone(), zeros), SampleGenerator(0, torch.arange(64), zeros))
+        images[:, :, :8] = 0
+    assert seen[0].isclose(torch.tensor(40.0)).all()
+    assert not torch.equal(seen[1], images)
 
 
 def test_every_operation_is_drawn_about_equally_often():
