@@ -32,6 +32,7 @@ from anechoic.storage.files import (
     checksum,
     digest_of,
     flush,
+    permit,
     remove,
     sealed,
     unsealed,
@@ -94,9 +95,11 @@ def seal(folder: Path, *, seen: int, card: Mapping[str, Any], state: Mapping) ->
     write_json(folder / "state.json", sealed({"seen": seen, **state, "checksums": checksums}))
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], **metadata: str) -> None:
     # Contiguous copies: safetensors refuses views, and tied tensors are written twice.
-    save_file({name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}, path)
+    copies = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    save_file(copies, path, metadata=metadata or None)
+    permit(path)
     flush(path)
 
 

@@ -176,7 +176,9 @@ def _state_of(folder: Path) -> list[tuple[str, int, int]]:
 
 
 def has_entry(kind: str, key: str) -> bool:
-    return (cache_dir() / kind / key / CARD).is_file()
+    with contextlib.suppress(OSError):  # another user's cache
+        return (cache_dir() / kind / key / CARD).is_file()
+    return False
 
 
 def read_card(path: Path) -> dict[str, Any]:

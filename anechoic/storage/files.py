@@ -11,6 +11,7 @@ import json
 import mmap
 import os
 import shutil
+import stat
 import sys
 import time
 import uuid
@@ -85,6 +86,14 @@ def write_together(paths: Sequence[Path]) -> Iterator[list[Path]]:
 
 def _beside(path: Path, prefix: str) -> Path:
     return path.with_name(f"{prefix}{uuid.uuid4().hex[:8]}-{path.name}")
+
+
+def permit(path: Path) -> None:
+    """Give a file the permissions of any new file: safetensors lets nobody else read what it writes."""
+    example = _beside(path, NEW)
+    example.touch()
+    path.chmod(stat.S_IMODE(example.stat().st_mode))
+    example.unlink()
 
 
 def reserve(descriptor: int, size: int) -> None:

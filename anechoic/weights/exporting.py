@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from anechoic.adapters.registry import ADAPTERS
@@ -29,7 +28,7 @@ from anechoic.models.mae import MaskedAutoencoder
 from anechoic.models.sit import SiT
 from anechoic.models.uvit import UViT
 from anechoic.models.vit import VisionTransformer
-from anechoic.runtime.checkpoint import load, model_card, write_model
+from anechoic.runtime.checkpoint import load, model_card, write_model, write_tensors
 from anechoic.shortcut import Read, Stream
 from anechoic.storage.files import write_aside
 from anechoic.storage.safe_io import reason
@@ -170,9 +169,8 @@ def to_library(library: str, model: Any, folder: Path, images: Tensor) -> Export
     plain = as_plain_vit(model)
     tensors, files = ADAPTERS[library].load().export_files(plain, model.preprocess)
     folder.mkdir(parents=True, exist_ok=True)
-    contiguous = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     # transformers opens only files with this mark of torch's tensors.
-    save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
+    write_tensors(folder / "model.safetensors", tensors, format="pt")
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
     differences, compared = _compare(library, folder, model, plain, images)

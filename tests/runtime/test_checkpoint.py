@@ -52,6 +52,13 @@ def test_round_trip(tmp_path):
     assert equal(checkpoint.read_tensors(path, "model"), model.state_dict())
 
 
+def test_weights_may_be_read_by_those_who_may_read_their_card(tmp_path):
+    model = build_model("vit_tiny_patch4", image_size=8, dim=16, depth=2, num_heads=2)
+    card = checkpoint.model_card(model, Preprocess((0.5,) * 3, (0.25,) * 3, 8, 3))
+    checkpoint.write_model(tmp_path / "model", model.state_dict(), card)
+    assert len({path.stat().st_mode for path in (tmp_path / "model").iterdir()}) == 1
+
+
 def test_equal_runs_write_equal_bytes(tmp_path):
     for name in ("a", "b"):
         write(tmp_path / name, seen=64)

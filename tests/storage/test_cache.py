@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -124,6 +125,14 @@ def test_entries_of_earlier_versions_are_listed_and_evicted(own_cache: Path, mon
     monkeypatch.setenv("ANECHOIC_CACHE_LIMIT", "1000")
     make(4)
     assert [entry.kind for entry in entries()] == ["features"]
+
+
+def test_cache_that_may_not_be_read_has_no_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    assert not has_entry("pixels", "0" * 32)
 
 
 def test_clear_deletes_one_kind() -> None:

@@ -378,15 +378,16 @@ def test_progress_on_a_log(tmp_path, capsys):
 def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_checkpoint(tmp_path):
     config = tiny_config(steps=40, save=SaveConfig(every=BATCH, keep_last=100))
     # The rate grows until the weights overflow, which takes some updates: those before are saved.
-    config = replace(config, optim=replace(config.optim, lr=1e38, warmup=1.0))
+    config = replace(config, optim=replace(config.optim, lr=1e38, warmup=1.0, ema=0.9))
     with pytest.raises(DivergedError) as error:
         fit(config, tmp_path)
     assert "a larger shortcut.alpha_min" in str(error.value)
     assert "a lower optim.base_lr" in str(error.value)
     saved = checkpoint.checkpoints(tmp_path / "checkpoints")
     assert saved
-    for value in anechoic.load(saved[-1]).state_dict().values():
-        assert torch.isfinite(value).all()
+    for weights in ("raw", "ema"):
+        for value in anechoic.load(saved[-1], weights=weights).state_dict().values():
+            assert torch.isfinite(value).all()
     assert not (tmp_path / "results.json").exists()
 
 
