@@ -7,66 +7,21 @@ import os
 import stat
 
 import pytest
-from tiny_pages import picture
-from tiny_runs import tiny_config, write_run
+from disk_commands import COMMANDS, RESUMED, files_below, make_places, words_of
 
 from anechoic.cli.main import main
-from anechoic.config import DataConfig, ModelConfig, ObjectiveConfig, SaveConfig, ValidationConfig
-from anechoic.training.loop import fit
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.* cannot be cached")]
-# What a killed or refused command leaves here is continued by the same command.
-RESUMED = ("train", "embed parts")
-
-# Arguments and the output, which each command writes below the folder `out`.
-COMMANDS = {
-    "embed npy": "embed RUN PHOTOS -o out/vectors.npy",
-    "embed parquet": "embed RUN PHOTOS -o out/vectors.parquet",
-    "embed parts": "embed RUN PHOTOS -o out/parts",
-    "search": "search RUN PHOTOS 3 -o out/search.html",
-    "explore": "explore RUN PHOTOS -o out/explore.html",
-    "export": "export RUN --to timm -o out/exported",
-    "shard": "tools shard PHOTOS -o out/shards",
-    "report": "report TRAINED --samples 60 -o out/report.html",
-    "sample": "sample DENOISER --num 2 --steps 2 -o out/samples",
-    "train": "train pocket_mae_digits --out out/run --model.options dim=16 depth=2 num_heads=2 --optim.epochs None"
-    " --optim.samples 256 --optim.batch-size 64 --save.every 128",
-}
 
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("disk")
-    (folder / "photos").mkdir()
-    for number in range(12):
-        picture(number).save(folder / "photos" / f"{number:02d}.png")
-    options = {"patch_size": 2, "dim": 16, "depth": 2, "num_heads": 2}
-    quiet = {"validation": ValidationConfig(every=None, report=32), "save": SaveConfig(every=None), "steps": 1}
-    fit(tiny_config(**quiet), folder / "trained")
-    fit(
-        tiny_config(
-            model=ModelConfig("uvit_small", options),
-            data=DataConfig(source="digits", image_size=8, channels=1, holdout=64),
-            objective=ObjectiveConfig("noise_prediction"),
-            **quiet,
-        ),
-        folder / "denoiser",
-    )
-    return {
-        "RUN": str(write_run(folder / "run")),
-        "PHOTOS": str(folder / "photos"),
-        "TRAINED": str(folder / "trained"),
-        "DENOISER": str(folder / "denoiser"),
-    }
-
-
-def files_below(folder):
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    return make_places(tmp_path_factory.mktemp("disk"))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_full_disk_leaves_nothing_half_written(command, places, tmp_path, monkeypatch, capsys):
-    words = [places.get(word, word) for word in COMMANDS[command].split()]
+    words = words_of(command, places)
     sync, calls, failing = os.fsync, 0, 0
 
     def fail(descriptor):

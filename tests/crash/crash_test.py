@@ -3,7 +3,7 @@
 `make crash-test` runs it. After every fault the same command runs again. At the end weights, optimizer state, EMA
 and metrics (times aside) must equal those of an undisturbed run, byte for byte.
 Where equality is impossible, the command must refuse with one sentence; then the damage is undone. A failed training is
-reported, and the next one begins.
+reported, and the next one begins. Then all commands that write run on full disks (full_disk.py).
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from faults import (
     Training,
     Undo,
 )
+from full_disk import full_disks
 from PIL import Image
 
 from anechoic.runtime import checkpoint
@@ -348,6 +349,7 @@ def main() -> int:
     parser.add_argument("--trainings", type=int, default=50)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--only", default="", help="trainings whose description contains this")
+    parser.add_argument("--disk-sizes", type=int, default=10, help="full disks of each command, for output and cache")
     options = parser.parse_args()
     namespace = ["unshare", "--map-root-user", "--mount"]
     allowed = subprocess.run([*namespace, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, check=False)
@@ -356,8 +358,14 @@ def main() -> int:
         os.execvp("unshare", [*namespace, sys.executable, *sys.argv, "--seed", str(options.seed)])
     print(f"seed {options.seed}, {options.faults} faults over {options.trainings} trainings", flush=True)
     started, tally = time.monotonic(), Tally()
+    sizes = vars(options).pop("disk_sizes")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work:
         crash_test(**vars(options), work=Path(work), own_disks=may_mount(), tally=tally)
+        if sizes and may_mount() and not options.only:
+            ends, broken = full_disks(Path(work) / "disks", sizes=sizes, rng=random.Random(options.seed))
+            tally.broken += broken
+            counts = ", ".join(f"{count} {end}" for end, count in sorted(ends.items()))
+            print(f"{ends.total() + len(broken)} full disks under other commands: {counts}, {len(broken)} broken")
     print("\n".join(tally.lines()))
     if tally.broken:
         return 1

@@ -11,7 +11,7 @@ import pytest
 def test_crash_test_ends_as_if_undisturbed():
     """Run in a subprocess, which forks its trainings before any thread is started."""
     driver = Path(__file__).with_name("crash_test.py")
-    command = [sys.executable, str(driver), "--faults", "6", "--trainings", "1", "--seed", "3"]
+    command = [sys.executable, str(driver), "--faults", "6", "--trainings", "1", "--seed", "3", "--disk-sizes", "0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("seed 3, 6 faults over 1 trainings\n")

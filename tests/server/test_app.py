@@ -12,6 +12,7 @@ import socket
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -133,6 +134,42 @@ def test_images_that_change_while_they_are_served_are_found_as_they_are(run, tmp
         nearest = retried(client, query)
         assert nearest["similarity"] < 0.9999
         assert nearest["name"] != paths[3].name
+
+
+@pytest.mark.slow
+def test_weights_and_cards_swapped_under_a_server_are_never_mixed(run, pictures, tmp_path):
+    """Whichever of the two files is exchanged first, an answer is that of one model or a refusal."""
+    image, models = pictures / "03.jpg", {}
+    for name, mean in (("one", 0.5), ("two", 0.2)):
+        model = anechoic.load(run)
+        with torch.no_grad():
+            model.encoder.blocks[-1].attn.proj.weight.mul_(1 + mean)
+        preprocess = replace(model.preprocess, mean=(mean,) * len(model.preprocess.mean))
+        write_model(tmp_path / name, model.state_dict(), model_card(model, preprocess))
+        models[name] = anechoic.load(tmp_path / name).embed(image)[0]
+    served = tmp_path / "run"
+    shutil.copytree(run, served)
+    with serving(served) as client:
+        for card, weights in (("one", "one"), ("one", "two"), ("two", "two"), ("two", "one"), ("one", "one")):
+            for name, owner in (("config.json", card), ("model.safetensors", weights)):
+                shutil.copy2(tmp_path / owner / name, served / "new")
+                os.utime(served / "new", (1, 1))
+                os.replace(served / "new", served / "model" / name)
+            answer = client.upload("/embed", image.read_bytes())
+            if card == weights:
+                np.testing.assert_allclose(answer.json["vector"], models[card], rtol=1e-4, atol=1e-5)
+            else:
+                assert (answer.status, "config.json" in answer.json["detail"]) == (400, True)
+
+
+@pytest.mark.slow
+def test_two_servers_of_one_run_answer_alike(run, pictures):
+    image = (pictures / "07.jpg").read_bytes()
+    with serving(run, data=str(pictures)) as one, serving(run, data=str(pictures)) as two:
+        nearest = [retried(client, image) for client in (one, two)]
+        vectors = [client.upload("/embed", image).json for client in (one, two)]
+    assert nearest[0] == nearest[1]
+    assert vectors[0] == vectors[1]
 
 
 def retried(client, data):

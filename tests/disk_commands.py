@@ -1,0 +1,64 @@
+"""Commands that write, on tiny data and models, for tests of full disks: each writes below the folder `out`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tiny_pages import picture
+from tiny_runs import tiny_config, write_run
+
+from anechoic.config import DataConfig, ModelConfig, ObjectiveConfig, SaveConfig, ValidationConfig
+from anechoic.training.loop import fit
+
+TINY = "--seed 3 --devices 1 --workers 0"
+COMMANDS = {
+    "embed npy": "embed RUN PHOTOS -o out/vectors.npy",
+    "embed parquet": "embed RUN PHOTOS -o out/vectors.parquet",
+    "embed parts": "embed RUN PHOTOS -o out/parts",
+    "search": "search RUN PHOTOS 3 -o out/search.html",
+    "explore": "explore RUN PHOTOS -o out/explore.html",
+    "export": "export RUN --to timm -o out/exported",
+    "import": "import EXPORTED -o out/imported",
+    "shard": "tools shard PHOTOS -o out/shards",
+    "report": "report TRAINED --samples 60 -o out/report.html",
+    "sample": "sample DENOISER --num 2 --steps 2 -o out/samples",
+    "frechet": "frechet digits:test digits:train --extractor digits --num 300 --save-reference out/digits.npz",
+    "train": "train pocket_mae_digits --out out/run --model.options dim=16 depth=2 num_heads=2 --optim.epochs None"
+    " --optim.samples 256 --optim.batch-size 64 --save.every 128",
+    "pretrain": f"pretrain PHOTOS --out out/run --model mae_tiny_patch4 --model-options dim=16 depth=2 num_heads=2"
+    f" --image-size 16 --epochs 2 --batch-size 4 --knn 0 {TINY}",
+    "finetune": f"finetune TRAINED digits:train --test digits:test --limit 100 --out out/run --epochs 1 --batch-size 50"
+    f" {TINY}",
+}
+# What a killed or refused command leaves here is continued by the same command.
+RESUMED = ("train", "pretrain", "finetune", "embed parts")
+
+
+def make_places(folder: Path) -> dict[str, str]:
+    """Return what the words in capitals stand for."""
+    (folder / "photos").mkdir(parents=True)
+    for number in range(12):
+        picture(number).save(folder / "photos" / f"{number:02d}.png")
+    options = {"patch_size": 2, "dim": 16, "depth": 2, "num_heads": 2}
+    quiet = {"validation": ValidationConfig(every=None, report=32), "save": SaveConfig(every=None), "steps": 1}
+    fit(tiny_config(**quiet), folder / "trained")
+    data = DataConfig(source="digits", image_size=8, channels=1, holdout=64)
+    objective = ObjectiveConfig("noise_prediction")
+    fit(
+        tiny_config(model=ModelConfig("uvit_small", options), data=data, objective=objective, **quiet),
+        folder / "denoiser",
+    )
+    run = write_run(folder / "run")
+    from anechoic.cli.main import main
+
+    assert main(["export", str(run), "--to", "timm", "-o", str(folder / "exported")]) == 0
+    names = {"PHOTOS": "photos", "TRAINED": "trained", "DENOISER": "denoiser", "EXPORTED": "exported", "RUN": "run"}
+    return {word: str(folder / name) for word, name in names.items()}
+
+
+def words_of(command: str, places: dict[str, str]) -> list[str]:
+    return [places.get(word, word) for word in COMMANDS[command].split()]
+
+
+def files_below(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
