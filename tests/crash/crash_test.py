@@ -21,6 +21,7 @@ import tarfile
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,6 +60,8 @@ SETTINGS = [
 ]
 FILES = ["--data.channels", "1", "--data.image-size", "8", "--data.holdout", "6"]
 IMAGES = 64
+# Faults for any training.
+RUN_FAULTS = [name for name in (*WHILE_IT_RUNS, *BETWEEN) if name not in OF_THE_FOLDER]
 # Relative difference of weights and metrics that sums in another order may reach after all updates.
 ROUNDING = 2e-4
 
@@ -286,8 +289,13 @@ def crash_test(
     ]
     queue = [names[k % len(names)] for k in range(faults)]
     rng.shuffle(queue)
-    for number in range(trainings):
-        plan = list(plans)[number % len(plans)]
+    shares = [queue[k * faults // trainings : (k + 1) * faults // trainings] for k in range(trainings)]
+    order = [list(plans)[number % len(plans)] for number in range(trainings)]
+    of_folders = [share for plan, share in zip(order, shares, strict=True) if "folder" in plan]
+    accumulating = [share for plan, share in zip(order, shares, strict=True) if "--optim.accumulate" in plans[plan]]
+    move(OF_THE_FOLDER, shares, to=of_folders)
+    move((OTHER_RANKS,), shares, to=accumulating)
+    for number, plan in enumerate(order):
         disk = work / f"training-{number}"
         disk.mkdir()
         if own_disks:
@@ -297,14 +305,7 @@ def crash_test(
             undisturbed = Training(plans[plan], work / f"straight-{len(straight)}", sources, rng, training.log)
             assert undisturbed.finish(undisturbed.start()) == 0, training.log.read_text()
             straight[plan] = content(undisturbed.run)
-        share = queue[number * faults // trainings : (number + 1) * faults // trainings]
-        share = [
-            "checkpoint file damaged" if name in OF_THE_FOLDER and "folder" not in plan else name for name in share
-        ]
-        share = [
-            "SIGKILL to the group" if name == OTHER_RANKS and "--optim.accumulate" not in plans[plan] else name
-            for name in share
-        ]
+        share = shares[number]
         started = time.monotonic()
         result = "equal" if carry_through(training, share, straight[plan], tally) else "BROKEN"
         print(
@@ -314,6 +315,17 @@ def crash_test(
         )
         if own_disks:
             subprocess.run(["umount", "-l", disk], check=True)
+
+
+def move(names: Sequence[str], shares: list[list[str]], *, to: list[list[str]]) -> None:
+    """Exchange these faults for others of the trainings that they are for; what finds no place becomes a SIGKILL."""
+    allowed = {id(share) for share in to}
+    places = [(share, k) for share in to for k, name in enumerate(share) if name in RUN_FAULTS]
+    for share in shares:
+        for k, name in enumerate(share):
+            if name in names and id(share) not in allowed:
+                other, place = places.pop() if places else ([RUN_FAULTS[0]], 0)
+                share[k], other[place] = other[place], name
 
 
 def carry_through(training: Training, share: list[str], expected: dict[str, object], tally: Tally) -> bool:
