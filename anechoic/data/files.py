@@ -186,6 +186,7 @@ def open_paths(root: Path, paths: list[str], *, channels: int, kinds: list[str] 
     names, table = Names.of(paths), np.array(stamps, np.int64)
     labels, classes = number_classes(kinds) if kinds is not None else (None, None)
     source = Files(root, names, table, channels=channels, labels=labels, classes=classes)
+    source.labels_apart = True
     source.earlier_fingerprint = digest("files", names.blob, names.ends, table[:, [SIZE, MODIFIED]])
     return source
 

@@ -120,6 +120,7 @@ class Latents(Source):
 
     in_memory = True
     group_size = 2
+    labels_apart = True
 
     def __init__(self, path: str | Path, *, labels: bool = False) -> None:
         super().__init__()

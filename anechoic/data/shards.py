@@ -199,7 +199,7 @@ def open_indexed(where: str, *, labels: bool, channels: int) -> ArchiveSource:
     given = (numbers, classes) if labels else (None, None)
     source = kind(archives, names, members, channels=channels, labels=given[0], classes=given[1])
     source.earlier_fingerprint = digest("shards", names.blob, names.ends, members["length"], members["crc"])
-    source.indexed_hashes = arrays.get("hashes")
+    source.indexed_hashes, source.labels_apart = arrays.get("hashes"), True
     if is_url(where):  # the index has the checksum of every image
         source.fingerprint = source.earlier_fingerprint
     return source

@@ -55,6 +55,7 @@ class Source(ABC):
     root: Path | None = None  # the folder that `file` is relative to, where images are files
     labels: np.ndarray | None = None  # int64 (len,), if requested
     classes: tuple[str, ...] | None = None  # names of the labels, where the source has names
+    labels_apart = False  # the labels are in a file beside the images, of which the fingerprint is independent
     facets: Mapping[str, np.ndarray] = MappingProxyType({})  # further labels by name
     channels: int = 3
     pixels = EIGHT_BIT  # 8-bit pictures, or the values that the files store
@@ -74,9 +75,16 @@ class Source(ABC):
     def compute_fingerprint(self) -> str:
         raise NotImplementedError(f"{type(self).__name__} sets its fingerprint when it is made")
 
+    @property
+    def fingerprint_with_labels(self) -> str:
+        """Return hex digits of images and labels."""
+        if self.labels is None or not self.labels_apart:
+            return self.fingerprint
+        return digest(self.fingerprint, self.labels, *(self.classes or ()))
+
     def has_fingerprint(self, saved: str) -> bool:
-        """Return whether this is the data of a saved fingerprint, by this version or an earlier one."""
-        return saved in (self.earlier_fingerprint, self.fingerprint)
+        """Return whether this is the data of a saved fingerprint, with or without labels or of an earlier version."""
+        return saved in (self.earlier_fingerprint, self.fingerprint, self.fingerprint_with_labels)
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -182,7 +190,7 @@ class Subset(Source):
         self.source, self.indices = source, np.asarray(indices, dtype=np.int64)
         self.labels = None if source.labels is None else source.labels[self.indices]
         self.classes, self.channels, self.in_memory = source.classes, source.channels, source.in_memory
-        self.pixels = source.pixels
+        self.pixels, self.labels_apart = source.pixels, source.labels_apart
         self.facets = {name: values[self.indices] for name, values in source.facets.items()}
         self.transform, self.skipped = source.transform, source.skipped
         self.where, self.root = source.where, source.root

@@ -41,6 +41,7 @@ class StoredFiles(Source):
         super().__init__()
         self.files, self.pixels, self.channels = files, pixels, channels
         self.root, self.classes, self.where = files.root, files.classes, files.where
+        self.labels_apart = files.labels_apart
         self.in_memory = pixels.tile > 0  # regions are cheap to read, and all of them may not fit the cache
         self.bad: dict[int, BadImage] = {}
         self.samples = self._list()

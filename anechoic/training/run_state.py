@@ -29,13 +29,13 @@ def resolve_config(config: Config, run: Run | None, source: Source, world: World
     assert run is not None, "only rank 0 resolves"
     if config.devices not in (None, world.size):
         raise UserError(f"The launcher started {world.size} ranks, but devices is {config.devices}: make them equal.")
-    asked = replace(config, devices=world.size, data=replace(config.data, fingerprint=source.fingerprint))
+    asked = replace(config, devices=world.size, data=replace(config.data, fingerprint=source.fingerprint_with_labels))
     saved = run.read_config()
     if saved is None:
         return resolve(
             asked,
             size=len(source),
-            fingerprint=source.fingerprint,
+            fingerprint=source.fingerprint_with_labels,
             gpus=num_gpus(),
             cores=torch.get_num_threads(),
             workers=default_workers(*cores_and_processes()) if under_launcher() else None,
@@ -67,7 +67,7 @@ def resolve_config(config: Config, run: Run | None, source: Source, world: World
     elif frozen.data.fingerprint is not None and frozen.data.source == asked.data.source:
         raise UserError(
             f"{config.data.source} is not the data that the run {run.path} was started with (names or content of its "
-            "files differ): restore that, or choose another directory."
+            "files, or labels, differ): restore that, or choose another directory."
         )
     changed = differences(frozen, adopt(asked, frozen))
     if changed:

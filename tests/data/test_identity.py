@@ -252,6 +252,33 @@ def test_unreadable_file_has_an_identity(tmp_path: Path) -> None:
     assert source.fingerprint != open_source(write("folder", tmp_path / "whole", 1)).fingerprint
 
 
+def relabel(kind: str, path: Path, labels: list[int]) -> Source:
+    """Give the images of a set other labels, and nothing else; return the set with labels."""
+    if kind == "list":
+        names = [line.partition("\t")[0] for line in path.read_text().splitlines()]
+        path.write_text("".join(f"{name}\t{'ab'[label]}\n" for name, label in zip(names, labels, strict=True)))
+    elif kind == "shards":
+        with np.load(path / "index.npz") as arrays:
+            np.savez(path / "index.npz", **{**arrays, "labels": np.array(labels)})
+    else:
+        np.save(path / "labels.npy", np.array(labels))
+    return Latents(path, labels=True) if kind == "latents" else open_source(path, labels=True)
+
+
+@pytest.mark.parametrize("kind", ["list", "shards", "latents"])
+def test_other_labels_of_the_same_images_are_other_training_data(kind: str, tmp_path: Path) -> None:
+    path = Path(write(kind, tmp_path / "set", 1))
+    unlabeled = opened(kind, path).fingerprint_with_labels
+    one, two = (relabel(kind, path, labels).fingerprint_with_labels for labels in ([0, 1] * 3, [1, 0] * 3))
+    assert len({unlabeled, one, two}) == 3
+    again = relabel(kind, path, [0, 1] * 3)
+    assert (again.has_fingerprint(one), again.has_fingerprint(two), again.has_fingerprint(unlabeled)) == (
+        True,
+        False,
+        True,
+    )
+
+
 # ---- fingerprints of run directories that earlier versions wrote
 
 

@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tiny_runs import BATCH, MODEL, tiny_config, train_records
 
 import anechoic
@@ -370,6 +371,24 @@ def test_progress_on_a_log(tmp_path, capsys):
     assert [" left  " in line for line in shown] == [False, True, False]
     fit(tiny_config(steps=20), tmp_path / "quiet")
     assert capsys.readouterr().err == ""
+
+
+def test_run_is_not_resumed_with_other_labels_of_the_same_images(tmp_path):
+    names = []
+    for number in range(40):
+        names.append(f"{number}.png")
+        Image.fromarray(np.full((8, 8), 6 * number, np.uint8)).save(tmp_path / names[-1])
+
+    def config(first):
+        rows = [f"{name}\t{'ab'[number % 2 == first]}\n" for number, name in enumerate(names)]
+        (tmp_path / "list.txt").write_text("".join(rows))
+        data = DataConfig(source=str(tmp_path / "list.txt"), image_size=8, channels=1, holdout=2, labels=True)
+        return tiny_config(steps=1, data=data)
+
+    fit(config(0), tmp_path / "run")
+    fit(config(0), tmp_path / "run")
+    with pytest.raises(UserError, match="or labels, differ"):
+        fit(config(1), tmp_path / "run")
 
 
 # ---- fault injection
