@@ -12,7 +12,7 @@ from anechoic.cli._command import command
 from anechoic.cli._shared import check_workers, refuse_swapped, skipped_text
 from anechoic.cli.options import Data, Device, ImageSize, Layer, OnePooling, Out, Run, WeightsOption, Workers
 from anechoic.errors import UserError
-from anechoic.outcome import Outcome
+from anechoic.outcome import Outcome, counted
 
 if TYPE_CHECKING:
     from anechoic.eval.embedding import Vectors
@@ -104,11 +104,18 @@ def embed(
         text = parts_text(metrics, out)
     else:
         metrics = embed_source(encoder, source, out, about=about, **how)
-        text = "Wrote {vectors} vectors of {dim} channels (layer {layer}, {pooling}) to ".format(**metrics) + f"{out}."
+        text = f"Wrote {vectors_text(metrics)} to {out}."
     return Outcome({}, metrics, seconds=time.perf_counter() - started, text=text + skipped_text(metrics["skipped"]))
 
 
 def parts_text(metrics: dict[str, Any], out: Path) -> str:
     text = "Rank {rank} of {world_size}: ".format(**metrics) if metrics["world_size"] > 1 else ""
     text += "Wrote {computed} parts. {finished} of {parts} are in ".format(**metrics) + f"{out}: "
-    return text + "{vectors} vectors of {dim} channels (layer {layer}, {pooling}).".format(**metrics)
+    return f"{text}{vectors_text(metrics)}."
+
+
+def vectors_text(metrics: dict[str, Any]) -> str:
+    """Return how many vectors of which kind were written, in words."""
+    return f"{counted(metrics['vectors'], 'vector')} of {{dim}} channels (layer {{layer}}, {{pooling}})".format(
+        **metrics
+    )

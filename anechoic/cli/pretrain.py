@@ -136,6 +136,7 @@ def check_and_introduce(
 
 def introduction(config: Config, source: Source, *, sized: bool) -> list[str]:
     """Return what is trained, why this model, and how long it will take. sized: the model was chosen here."""
+    from anechoic.data import described
     from anechoic.runtime.devices import num_gpus
     from anechoic.training.cost import training_seconds
 
@@ -147,11 +148,12 @@ def introduction(config: Config, source: Source, *, sized: bool) -> list[str]:
     options = ", ".join(f"{name} {value}" for name, value in config.model.options.items())
     machine = "a CPU" if not num_gpus() else "1 GPU" if devices == 1 else f"{devices} GPUs"
     return [
-        f"Pre-training on {config.data.source}: {size:,} images without labels, {held_out:,} of them held out.",
+        f"Pre-training on {described(config.data.source)}: {size:,} images without labels, {held_out:,} of them held "
+        "out.",
         f"Model: {config.model.name}{f' ({options})' if options else ''} on images of {config.data.image_size} pixels"
         + (f", a size for {machine} and as many images; --model chooses another." if sized else "."),
         f"Length: {samples:,} samples in {samples // config.optim.batch_size:,} updates of {config.optim.batch_size}, "
-        f"about {rough_duration(seconds)} as busy as this machine is now; --epochs changes it.",
+        f"about {rough_duration(seconds)} with the machine as busy as it is now; --epochs changes it.",
     ]
 
 

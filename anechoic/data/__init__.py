@@ -137,6 +137,12 @@ def split_limit(source: str | Path) -> tuple[str, str]:
     return text[:end], text[end:]
 
 
+def described(source: str | Path) -> str:
+    """limit:1000:photos -> "1,000 images of photos", as people read it."""
+    limit, rest = split_limit(source)
+    return f"{int(limit.split(':')[1]):,} images of {rest}" if limit else rest
+
+
 def first_of(source: Source, limit: int) -> Source:
     """Return `limit` images chosen by a fixed seed, with labels the same share of each; all if there are no more."""
     if limit >= len(source):

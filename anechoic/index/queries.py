@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from anechoic.data import Source, Subset, open_source
+from anechoic.data import BadImage, Source, Subset, open_source
 from anechoic.data.files import Files
 from anechoic.data.stored_files import StoredFiles
 from anechoic.errors import UserError, nearest_name
@@ -79,6 +79,9 @@ def query_vectors(
             found[number] = index.vectors[rows[query.own]]
             continue
         one = Subset(query.source, [query.number])
+        (read,) = query.source.read_many([query.number])
+        if isinstance(read, BadImage):
+            raise UserError(f"{query.name!r} cannot be searched for ({read.reason}): choose another query.")
         try:
             made = features_of(encoder, one, layers=(layer,), poolings=(pooling,), device=device, cached=False)
         except UserError as error:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anechoic.data import BadImage, Source
+from anechoic.data import BadImage, Source, split_limit
 from anechoic.index.collection import Exploration
 from anechoic.index.index import Index
 from anechoic.index.queries import Query
@@ -151,7 +151,7 @@ def search_page(result: Mapping[str, Any], queries: Sequence[Query], found_in: S
     lines = [[row[name] for name in header] for row in metrics["rows"]]
     sections.append(Section("The list", [download("neighbors.csv", header, lines), pictures.selection()]))
     lead = (
-        f"The nearest of {metrics['images']:,} images in {result['config']['data']}, by cosine similarity "
+        f"The nearest of {metrics['images']:,} images in {data_of(result)}, by cosine similarity "
         f"({metrics['vector']}). The framed picture of each list is the query. {KEYS}"
     )
     return page(
@@ -159,11 +159,16 @@ def search_page(result: Mapping[str, Any], queries: Sequence[Query], found_in: S
     )
 
 
+def data_of(result: Mapping[str, Any]) -> str:
+    """The data without the prefix of --limit; the number of images is beside it."""
+    return split_limit(result["config"]["data"])[1]
+
+
 def explore_page(result: Mapping[str, Any], index: Index, found: Exploration) -> str:
     """result: the command's JSON; found: for the map and the lists in full."""
     metrics = result["metrics"]
     pictures, names = Pictures(index.source, metrics["page"]), index.names()
-    lead = f"{metrics['images']:,} images in {result['config']['data']}, compared by {metrics['vector']}. {KEYS}"
+    lead = f"{metrics['images']:,} images in {data_of(result)}, compared by {metrics['vector']}. {KEYS}"
     counts = [
         ["images", metrics["images"]],
         ["folders", metrics["folders"]],
@@ -183,7 +188,7 @@ def explore_page(result: Mapping[str, Any], index: Index, found: Exploration) ->
     last = sections[-1]
     sections[-1] = Section(last.heading, [*last.parts, pictures.selection()])
     return page(
-        f"What is in {os.path.basename(result['config']['data'].rstrip('/'))} · network {metrics['encoder']}",
+        f"What is in {os.path.basename(data_of(result).rstrip('/'))} · network {metrics['encoder']}",
         sections,
         lead=lead,
         footer=footer_of(result),

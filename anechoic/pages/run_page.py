@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from anechoic.data import described
 from anechoic.eval.evaluator import Subject
 from anechoic.eval.metrics.registry import report_metrics, shares, titles
 from anechoic.eval.projections import tsne
@@ -82,8 +83,8 @@ def lead(summaries: Sequence[Summary]) -> str:
         return f"{len(summaries)} runs side by side. Intervals are 95 % over seeds; differences are paired by seed."
     state = "" if first["finished"] else f" It stands at {first['seen']:,} of {first['samples']:,}."
     return (
-        f"{first['model']} (alpha_min {first['alpha_min']}) trained on {first['data']}: {first['seen']:,} samples, "
-        f"{first['epochs']} epochs, {duration(first['seconds'])}.{state}"
+        f"{first['model']} (alpha_min {first['alpha_min']}) trained on {described(first['data'])}: "
+        f"{first['seen']:,} samples, {first['epochs']} epochs, {duration(first['seconds'])}.{state}"
     )
 
 

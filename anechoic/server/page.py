@@ -10,6 +10,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+from anechoic.data import described
 from anechoic.outcome import commit, machine, plain, rough_duration
 from anechoic.pages.html import Html, Section, figure, machine_line, page
 from anechoic.pages.run_page import report_page, training_charts, verdict_note
@@ -24,7 +25,7 @@ def live_page(run: RunOnDisk, state: str) -> str:
     sections = [Section("Training", [asset("training.html")]), Section("Try it", [asset("image.html")])]
     if denoises:
         sections.append(Section("Samples", [asset("samples.html")]))
-    lead = f"{run.config.model.name} on {run.config.data.source}, alpha_min {run.config.shortcut.alpha_min}."
+    lead = f"{run.config.model.name} on {described(run.config.data.source)}, alpha_min {run.config.shortcut.alpha_min}."
     return page(
         f"{run.name} · {state}",
         sections,

@@ -97,16 +97,20 @@ def axes_body(grid: Grid, records: Records, out: Path) -> list[str]:
 def lengths_body(grid: Grid, records: Records, out: Path) -> list[str]:
     """Return decayed minus residual over the length that ends each label; every length is a training of its own."""
     leads = leads_of(grid, records, shared_spread=True)
-    curves: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
-    for i, row in enumerate(grid.rows):
-        arm, _, length = row.label.rpartition(", ")
-        samples = float(length.removesuffix(" samples").replace(",", ""))
-        for key, found in list(leads.items())[:4]:
-            points = curves.setdefault(f"{grid.metrics[key]}: lead", {}).setdefault(arm, [])
-            if found[i].n:
-                points.append(found[i].at(samples))
+    curves = {f"{grid.metrics[key]}: lead": leads_over_length(grid, found) for key, found in list(leads.items())[:4]}
     figures.draw_estimates(curves, out / grid.name, xlabel="samples of the training", ylabel="points", log=True)
     return [*pairs_and_figure(grid, records, leads), "", SHARED_SPREAD]
+
+
+def leads_over_length(grid: Grid, leads: Sequence[Estimate]) -> dict[str, list[tuple[float, float, float]]]:
+    """Return arm -> (samples, lead, half of its interval); a row's label ends with its length."""
+    curves: dict[str, list[tuple[float, float, float]]] = {}
+    for row, lead in zip(grid.rows, leads, strict=True):
+        arm, _, length = row.label.rpartition(", ")
+        points = curves.setdefault(arm, [])
+        if lead.n:
+            points.append(lead.at(float(length.removesuffix(" samples").replace(",", ""))))
+    return curves
 
 
 SHARED_SPREAD = (

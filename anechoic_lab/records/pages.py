@@ -252,15 +252,25 @@ def pictures_body(grid: Grid, records: Records, out: Path) -> list[str]:
     return lines
 
 
+# Of the last validation.
+HELD_OUT = "training.-1.held_out_loss"
+
+
 def picture_conclusion(grid: Grid, records: Records) -> list[str]:
-    """Return a sentence on which arm is ahead by k-NN."""
+    """Return a sentence on which arm is ahead by k-NN, and by the loss where that is the claim."""
     residual, decayed = (records.mean(row.variant, "knn_mean") for row in grid.rows)
     if not (residual.n and decayed.n):
         return []
+    loss = ""
+    if HELD_OUT in grid.metrics:
+        plain, ours = (records.mean(row.variant, HELD_OUT).mean for row in grid.rows)
+        word = "worse" if ours > plain else "better"
+        loss = f" With decay hidden patches are predicted {word} (loss {ours:.2f} against {plain:.2f})."
     first, second = sorted((("residual", residual.mean), ("decayed", decayed.mean)), key=lambda arm: -arm[1])
     return [
         f"In these short runs with AdamW the {first[0]} network is ahead by k-NN "
-        f"({first[1]:.1f} against {second[1]:.1f} %). Decay leads in longer runs: see the [scoreboard](README.md).",
+        f"({first[1]:.1f} against {second[1]:.1f} %).{loss} Decay leads in longer runs: see the "
+        "[scoreboard](README.md).",
         "",
     ]
 

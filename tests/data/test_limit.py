@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from anechoic import register_source
 from anechoic.cli.main import common_flags, limit_data
 from anechoic.config import Config, DataConfig
-from anechoic.data import FILE_READERS, NAMED, Source, limited, open_source, split_limit
+from anechoic.data import FILE_READERS, NAMED, Source, described, limited, open_source, split_limit
 from anechoic.data.split import draw
 from anechoic.errors import UserError
 
@@ -25,6 +25,11 @@ def test_draw_takes_the_same_share_of_every_label(labels, data):
     for label in np.unique(labels):
         assert abs((labels[rows] == label).sum() - count * (labels == label).mean()) < 1
     assert np.array_equal(rows, draw(len(labels), count, labels=labels))
+
+
+def test_limited_data_is_named_in_words():
+    assert described("limit:1000:photos") == "1,000 images of photos"
+    assert described("photos") == "photos"
 
 
 def test_limited_source_is_the_same_part_every_time():

@@ -361,6 +361,13 @@ def test_neighbors_are_exact_and_never_the_query_itself(run, photos, capsys):
     np.testing.assert_allclose([row["similarity"] for row in found["rows"]], [s for s, _ in expected[:5]], atol=1e-5)
 
 
+def test_search_by_the_number_of_an_unreadable_image_names_the_image_and_the_reason(run, photos, capsys):
+    (photos / "a" / "000.png").write_bytes(b"no image")
+    assert main(["search", str(run), str(photos), "1"]) == 2
+    said = capsys.readouterr().err
+    assert "'a/000.png' cannot be searched for (not an image of a known format): choose another query." in said
+
+
 @pytest.mark.slow
 def test_both_engines_find_the_same(run, photos, capsys):
     pytest.importorskip("faiss")

@@ -17,6 +17,13 @@ from anechoic_lab.studies import emoji_styles
 
 
 @pytest.mark.usefixtures("unrendered")
+def test_page_of_reconstructions_reports_that_decay_predicts_hidden_patches_worse(tmp_path):
+    results = Path(__file__).resolve().parents[2] / "results" / "evidence"
+    text = page(POCKET_GRIDS["fig6"], results, tmp_path / "out")
+    assert "With decay hidden patches are predicted worse (loss 1.37 against 1.18)." in text
+
+
+@pytest.mark.usefixtures("unrendered")
 @pytest.mark.parametrize("name", POCKET_GRIDS)
 def test_page_has_complete_tables_and_its_pictures(name, tmp_path):
     grid = POCKET_GRIDS[name]

@@ -184,7 +184,7 @@ def test_pretrain_prints_a_plan_and_a_verdict(capsys, tmp_path):
     lines = printed.err.splitlines()
     assert lines[0].startswith("Pre-training on digits: 1,797 images without labels, ")
     assert lines[1].startswith("Model: mae_tiny_patch4 (")
-    assert re.match(r"Length: 3,\d{3} samples in .* about \d+ s here", lines[2])
+    assert re.match(r"Length: 3,\d{3} samples in .* about \d+ s with the machine", lines[2])
     assert lines[3].startswith("Pixels: 8-bit, 1 channel; mean (")
     assert lines[4].startswith("Shortcuts: alpha_min 1, plain residual connections")
     assert "optim: " not in printed.err
