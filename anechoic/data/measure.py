@@ -46,11 +46,13 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 @dataclass(frozen=True)
 class Probed:
-    """What the headers of a few images say. picture: 8-bit gray or RGB holds all of it."""
+    """What the headers of a few images say. picture: 8-bit gray or RGB holds all of it; wide: their own type, if they
+    are read as float32, which may round them."""
 
     type: str
     names: tuple[str, ...]
     picture: bool
+    wide: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def probe(source: Source) -> Probed:
         dtype, channels = source.images.dtype, source.images.shape[3]
         kind = f"{dtype.kind}{dtype.itemsize}"
         eight_bit = kind in ("u1", "b1") or (dtype.kind in "iu" and kind not in ("u2", "i2"))
-        return Probed(TYPES.get(kind, "float32"), numbered(channels), eight_bit)
+        return Probed(TYPES.get(kind, "float32"), numbered(channels), eight_bit, wide_type(dtype))
     if not isinstance(source, EncodedSource):
         return Probed("uint8", numbered(source.channels), True)
     found: list[Probed] = []
@@ -91,12 +93,17 @@ def probe_one(source: EncodedSource, index: int) -> Probed:
             log.warning("%s is read as an 8-bit picture: %s.", name, reader_remedy(suffix))
             return Probed("uint8", numbered(3), True)
         with open_stored(source.root / name if isinstance(source, Files) else source.data(index), name=name) as image:
-            return Probed(image.type, image.names, suffix not in STORED_SUFFIXES and is_picture(image))
+            picture = suffix not in STORED_SUFFIXES and is_picture(image)
+            return Probed(image.type, image.names, picture, wide_type(image.dtype))
     data = source.data(index)
     if data[:8] == PNG and data[24:25] == b"\x10":
         with open_stored(data, name=name) as image:
             return Probed(image.type, image.names, False)
     return Probed("uint8", numbered(3), True)
+
+
+def wide_type(dtype: np.dtype) -> str:
+    return dtype.name if dtype.itemsize >= 4 and dtype.name != "float32" else ""
 
 
 def is_picture(image: StoredImage) -> bool:
@@ -157,7 +164,8 @@ def measure(
         raise UserError(f"--clip-percentiles are two of 0 to 100, low < high, not {clip_percentiles}.")
     opened = open_to_probe(data, labels=labels, channels=parse_channels(channels)[0])
     stretched = clip_percentiles is not None or stretch != "linear"
-    pixels, number = choose_pixels(probe(opened), channels=channels, tile=tile, overlap=overlap, stretched=stretched)
+    probed = probe(opened)
+    pixels, number = choose_pixels(probed, channels=channels, tile=tile, overlap=overlap, stretched=stretched)
     if isinstance(opened, Array):
         opened = source = open_source(data, labels=labels, channels=number, pixels=pixels)
     else:
@@ -169,7 +177,10 @@ def measure(
         pixels = replace(pixels, empty=empty_threshold(source))
         source = with_pixels(opened, pixels, channels=number)
     values = sample_values(source)
-    notes = [pixels.type if not pixels.stored else f"{pixels.type} as stored"]
+    as_stored = f"{probed.wide} rounded to float32" if probed.wide else f"{pixels.type} as stored"
+    notes = [as_stored if pixels.stored else pixels.type]
+    if probed.wide:
+        warn_coarse(values, pixels, probed.wide)
     notes.append(f"{number} channel{'s' * (number > 1)}" + (f" ({', '.join(pixels.select)})" if pixels.select else ""))
     if pixels.tile:
         notes.append(f"tiles of {pixels.tile}, {before - len(source):,} of {before:,} skipped as empty")
@@ -262,6 +273,21 @@ def warn_constant(mean: np.ndarray, std: np.ndarray, pixels: PixelConfig) -> Non
         rest = [name for name in names if name not in constant]
         remedy = f"choose the others with --channels {','.join(rest)}" if rest else "give other images"
         log.warning("Channel %s is constant in all sampled images and has no content: %s.", ", ".join(constant), remedy)
+
+
+def warn_coarse(values: np.ndarray, pixels: PixelConfig, wide: str) -> None:
+    """Warn of channels (C, n) that vary little in comparison with the steps of float32 at their values."""
+    steps = np.spacing(np.abs(values).max(axis=1).astype(np.float32))
+    lossless = steps <= (0 if wide == "float64" else 1)
+    coarse = ~lossless & (steps > values.std(axis=1) / 256)
+    names = [name for name, bad in zip(pixels.select or numbered(len(values)), coarse, strict=True) if bad]
+    if names:
+        log.warning(
+            "Channel %s: float32 has steps of %.3g at its %s values, much of their deviation: subtract an offset.",
+            ", ".join(names),
+            steps.max(),
+            wide,
+        )
 
 
 def rounded(values: np.ndarray) -> tuple[float, ...]:

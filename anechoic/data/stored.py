@@ -32,6 +32,7 @@ from anechoic.data.decoding import (
 )
 from anechoic.data.pixels import ORIENTATION, Undecodable, plain, upright
 from anechoic.errors import UserError
+from anechoic.outcome import counted
 from anechoic.storage.safe_io import open_regular, read_regular, reason
 
 # Suffix -> module with `open_image`, the package it needs and the extra that installs that.
@@ -248,7 +249,7 @@ def selected_channels(image: StoredImage, pixels: PixelConfig, *, channels: int)
     chosen = selected(pixels.select, image.names)
     if len(chosen) != channels:
         raise Undecodable(
-            f"it has {len(chosen)} channels and {channels} are expected; choose common ones with --channels"
+            f"it has {counted(len(chosen), 'channel')} and {channels} are expected; choose common ones with --channels"
         )
     return chosen
 

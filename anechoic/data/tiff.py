@@ -5,8 +5,13 @@ Regions are read from the strips or tiles that hold them, so that memory does no
 
 from __future__ import annotations
 
+import logging
 import math
+import struct
+import threading
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +22,64 @@ from anechoic.data.decoding import MAX_PIXELS
 from anechoic.data.pixels import Undecodable
 from anechoic.data.stored import ENDS_EARLY, MAX_CHANNELS, Box, StoredImage, file_or_memory, numbered
 
-GDAL_METADATA = 42112
+GDAL_METADATA, MAX_PAGES_CHECKED = 42112, 10_000
+
+
+class Remarks(threading.local):
+    """Keeps what tifffile logs about files from the terminal, and notes that there was something."""
+
+    hidden, noted = False, False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        self.noted = True
+        return not self.hidden
+
+
+REMARKS = Remarks()
+logging.getLogger("tifffile").addFilter(REMARKS.filter)
+
+
+@contextmanager
+def hidden_remarks() -> Iterator[None]:
+    REMARKS.hidden, REMARKS.noted = True, False
+    try:
+        yield
+    finally:
+        REMARKS.hidden = False
 
 
 def open_image(file: str | Path | bytes) -> StoredImage:
-    opened = tifffile.TiffFile(file_or_memory(file))
-    try:
-        return TiffImage(opened, file)
-    except BaseException:
-        opened.close()
-        raise
+    with hidden_remarks():
+        opened = tifffile.TiffFile(file_or_memory(file))
+        try:
+            image = TiffImage(opened, file)
+            if REMARKS.noted and pages_end_early(opened):
+                raise Undecodable(ENDS_EARLY)
+            return image
+        except BaseException:
+            opened.close()
+            raise
+
+
+def pages_end_early(opened: Any) -> bool:
+    """Return whether the list of pages, or the value of a tag, leads to a place beyond the end of the file."""
+    handle, form, offset = opened.filehandle, opened.tiff, opened.pages.first.offset
+    seen: set[int] = set()
+    where = "I" if form.offsetsize == 4 else "Q"  # a tag: its code, type, number of values, and where they are
+    while offset and offset not in seen and len(seen) < MAX_PAGES_CHECKED:
+        seen.add(offset)
+        try:
+            handle.seek(offset)
+            (number,) = struct.unpack(form.tagnoformat, handle.read(form.tagnosize))
+            tags = handle.read(number * form.tagsize)
+            (offset,) = struct.unpack(form.offsetformat, handle.read(form.offsetsize))
+        except (struct.error, ValueError):  # nothing is there
+            return True
+        for _, kind, count, place in struct.iter_unpack(f"{form.byteorder}HH{where}{where}", tags):
+            size = count * struct.calcsize(tifffile.TIFF.DATA_FORMATS.get(kind, "B"))
+            if size > form.offsetsize and place + size > handle.size:
+                return True
+    return False
 
 
 class TiffImage(StoredImage):
@@ -79,7 +132,8 @@ class TiffImage(StoredImage):
             axes.index("X"): slice(box.left, box.left + box.width),
         }
         index = tuple(place.get(k, window.get(k, slice(None))) for k in range(len(axes)))
-        values = self._mapped(index) if self.series.dataoffset is not None else self._decoded(index)
+        with hidden_remarks():
+            values = self._mapped(index) if self.series.dataoffset is not None else self._decoded(index)
         kept = [k for k in range(len(axes)) if k not in place]
         order = [kept.index(k) for k in (*self.channel_axes, axes.index("Y"), axes.index("X"))]
         return values.transpose(order).reshape(-1, box.height, box.width)

@@ -20,7 +20,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from anechoic.errors import UserError
-from anechoic.outcome import commit, machine
+from anechoic.outcome import commit, counted, machine, printable
 from anechoic.runtime.ownership import mark_of
 from anechoic.storage.files import (
     checksum,
@@ -351,7 +351,9 @@ class Run:
         """Add new unreadable images, with their reasons, to skipped.json."""
         if len(skipped) > self._skipped:
             listed = dict.fromkeys([*self._listed_before(), *skipped])
-            log.warning("%d images could not be read and are skipped; skipped.json in the run lists them.", len(listed))
+            count, (name, reason) = counted(len(listed), "image"), next(iter(listed))
+            more = "skipped.json in the run lists all"
+            log.warning("%s could not be read; the first is %s (%s). %s.", count, printable(name), reason, more)
             self._skipped = len(skipped)
             try:
                 write_json(self.path / "skipped.json", [{"name": name, "reason": reason} for name, reason in listed])

@@ -22,6 +22,7 @@ from pydicom.uid import ExplicitVRLittleEndian, JPEGExtended12Bit, JPEGLSLossles
 from anechoic.config import EIGHT_BIT, PixelConfig
 from anechoic.data import Augment, BadImage, Loader, open_source
 from anechoic.data.decoding import IMAGE_SUFFIXES
+from anechoic.data.measure import measure
 from anechoic.data.pixels import Undecodable
 from anechoic.data.stored import READERS, Box, decode_stored, open_stored, read_region
 from anechoic.data.stored_files import deviation, steps
@@ -288,6 +289,34 @@ def test_bad_files_are_skipped_with_a_reason_and_the_rest_is_read(tmp_path: Path
     loader = Loader(source, image_size=16, batch_size=16)
     assert sum(len(batch.ids) for batch in loader) == 70
     assert {name for name, _ in loader.skipped} == expected.keys()
+
+
+def test_pages_that_are_cut_off_are_no_smaller_stack(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Without the rest of its pages, or the text that names its axes, it would be another image."""
+    names = {"axes": "ZCYX", "Channel": {"Name": NAMES}}
+    stack = GENERATOR.integers(0, 9999, (4, 5, 16, 16), dtype=np.uint16)
+    whole = write_tiff(tmp_path / "a.ome.tif", stack, ome=True, compression="zlib", metadata=names).read_bytes()
+    plain = write_tiff(tmp_path / "b.tif", stack.reshape(20, 16, 16), compression="zlib", metadata=None).read_bytes()
+    for name, data in (("a.ome.tif", whole), ("b.tif", plain)):
+        for share in (0.4, 0.7, 0.95):
+            (tmp_path / name).write_bytes(data[: int(share * len(data))])
+            with pytest.raises(Undecodable, match="the file ends before its pixels do"), open_stored(tmp_path / name):
+                pass
+    captured = capfd.readouterr()
+    assert captured.out + captured.err == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "offset", "warns"), [("uint32", 1e9, True), ("float64", 1e9, True), ("uint32", 0, False)]
+)
+def test_values_of_64_bits_and_their_loss_are_named(
+    kind: str, offset: float, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(3):
+        write_tiff(tmp_path / f"{number}.tif", (offset + GENERATOR.integers(0, 90, (16, 16))).astype(kind))
+    found = measure(tmp_path, labels=False, channels=None)
+    assert f"{kind} rounded to float32, 1 channel" in found.text
+    assert ("float32 has steps of 64 at its" in caplog.text) == warns
 
 
 def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
