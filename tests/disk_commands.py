@@ -26,12 +26,10 @@ COMMANDS = {
     "train": "train pocket_mae_digits --out out/run --model.options dim=16 depth=2 num_heads=2 --optim.epochs None"
     " --optim.samples 256 --optim.batch-size 64 --save.every 128",
     "pretrain": f"pretrain PHOTOS --out out/run --model mae_tiny_patch4 --model-options dim=16 depth=2 num_heads=2"
-    f" --image-size 16 --epochs 2 --batch-size 4 --knn 0 {TINY}",
-    "finetune": f"finetune TRAINED digits:train --test digits:test --limit 100 --out out/run --epochs 1 --batch-size 50"
-    f" {TINY}",
+    f" decoder_dim=16 decoder_depth=1 decoder_num_heads=2 --image-size 16 --epochs 2 --batch-size 4 --knn 0 {TINY}",
 }
 # What a killed or refused command leaves here is continued by the same command.
-RESUMED = ("train", "pretrain", "finetune", "embed parts")
+RESUMED = ("train", "pretrain", "embed parts")
 
 
 def make_places(folder: Path) -> dict[str, str]:

@@ -77,14 +77,11 @@ def save(
 ) -> Path:
     """Write and return the checkpoint `folder/SEEN`. tensors: by file name without suffix. OSError if it fails."""
     final = path_of(folder, seen)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with write_aside(final, folder=True) as temporary:
-            for name, values in tensors.items():
-                write_tensors(temporary / f"{name}.safetensors", values)
-            seal(temporary, seen=seen, card=card, state=state)
-    except SafetensorError as problem:
-        raise OSError(str(problem)) from problem
+    folder.mkdir(parents=True, exist_ok=True)
+    with write_aside(final, folder=True) as temporary:
+        for name, values in tensors.items():
+            write_tensors(temporary / f"{name}.safetensors", values)
+        seal(temporary, seen=seen, card=card, state=state)
     return final
 
 
@@ -96,9 +93,13 @@ def seal(folder: Path, *, seen: int, card: Mapping[str, Any], state: Mapping) ->
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], **metadata: str) -> None:
+    """Write a file of tensors and metadata; OSError if it fails, such as on a full disk."""
     # Contiguous copies: safetensors refuses views, and tied tensors are written twice.
     copies = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-    save_file(copies, path, metadata=metadata or None)
+    try:
+        save_file(copies, path, metadata=metadata or None)
+    except SafetensorError as problem:
+        raise OSError(str(problem)) from problem
     permit(path)
     flush(path)
 

@@ -22,7 +22,7 @@ from disk_commands import COMMANDS, RESUMED, files_below, make_places, words_of
 
 import anechoic.cli.main
 
-PAGE, LARGE = 4096, 1 << 14  # bytes; pages of a disk that is never full
+PAGE, LARGE = 4096, 1 << 18  # bytes; pages of a disk that is never full
 # Files of these kinds are equal byte for byte whenever they were written; pages and records have times.
 EQUAL = (".npy", ".npz", ".parquet", ".tar", ".safetensors")
 

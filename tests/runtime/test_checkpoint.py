@@ -10,6 +10,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from tiny_runs import tiny_config
 
 import anechoic
 from anechoic.data.preprocess import Preprocess
@@ -19,6 +20,7 @@ from anechoic.recipes import recipe
 from anechoic.runtime import checkpoint
 from anechoic.runtime.run import Run
 from anechoic.training.build import check
+from anechoic.training.loop import fit
 from anechoic.training.optim import parameter_groups
 
 PREPROCESS = Preprocess((0.5,), (0.25,), 16, 1)
@@ -57,6 +59,23 @@ def test_weights_may_be_read_by_those_who_may_read_their_card(tmp_path):
     card = checkpoint.model_card(model, Preprocess((0.5,) * 3, (0.25,) * 3, 8, 3))
     checkpoint.write_model(tmp_path / "model", model.state_dict(), card)
     assert len({path.stat().st_mode for path in (tmp_path / "model").iterdir()}) == 1
+
+
+def test_full_disk_under_the_trained_weights_is_one_sentence(tmp_path, monkeypatch):
+    """safetensors has an exception of its own, which the operating system's error is only the text of."""
+    save = checkpoint.save_file
+
+    def fail(tensors, path, **options):
+        if "model" in str(path.parent.name):
+            raise checkpoint.SafetensorError("I/O error: No space left on device (os error 28)")
+        save(tensors, path, **options)
+
+    monkeypatch.setattr(checkpoint, "save_file", fail)
+    with pytest.raises(UserError, match=r"No space left on device .*: run the same command again"):
+        fit(tiny_config(steps=1), tmp_path / "run")
+    monkeypatch.undo()
+    fit(tiny_config(steps=1), tmp_path / "run")
+    assert (tmp_path / "run" / "results.json").exists()
 
 
 def test_equal_runs_write_equal_bytes(tmp_path):
@@ -205,6 +224,7 @@ def test_a_flipped_model_directory_is_refused(tmp_path):
 REFUSED = """
 import resource, sys
 import torch
+from tiny_runs import tiny_config
 from pathlib import Path
 from anechoic.runtime import checkpoint
 folder = Path(sys.argv[1])
