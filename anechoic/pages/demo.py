@@ -313,7 +313,7 @@ def verdict(
 ) -> str:
     """Return the result of a pair in words, and how far it can be trusted. layers: adds the best blocks."""
     by_name = {found["encoder"]: found for found in rows}
-    residual, decayed, pixels = by_name["residual"], by_name["decayed"], by_name["raw pixels"]["mean"]
+    residual, decayed = by_name["residual"], by_name["decayed"]
     bests = ""
     if layers is not None:
         best = {name: best_block(values) for name, values in layers[LAYERS["retrieval_whitened_mean"]].items()}
@@ -330,7 +330,7 @@ def verdict(
         f"After {samples:,} drawings each, {compared(by_name)}. The nearest drawing in another style is the same "
         f"object in {decayed['whitened']:.1f} against {residual['whitened']:.1f} % of cases (whitened mean token, last "
         f"block; not whitened {decayed['mean']:.1f} against {residual['mean']:.1f} %). {bests}"
-        f"Raw pixels find {pixels:.1f} %: they keep the layout, which a mean over patches loses. {tokens}"
+        f"{beside_pixels(by_name)} {tokens}"
         "One pair decides nothing about the method: docs/evidence/emoji-styles.md has more seeds, "
         "docs/when-does-it-pay.md has the cases in which to expect gains."
     )
@@ -346,6 +346,16 @@ def compared(by_name: Mapping[str, dict[str, Any]], *, key: str = "whitened") ->
         return f"the two encoders are level (a pair differs by up to {NOISE:.1f} points by its seed alone)"
     words = "ahead of" if gap > 0 else "behind"
     return f"the decayed encoder is {words} the residual one by {abs(gap):.1f} points (untrained: {untrained:.1f} %)"
+
+
+def beside_pixels(by_name: Mapping[str, dict[str, Any]]) -> str:
+    """Return what raw pixels find, and which arms find more."""
+    pixels = by_name["raw pixels"]["mean"]
+    above = [name for name in ARMS if by_name[name]["whitened"] > pixels + NOISE]
+    if not above:
+        return f"Raw pixels find {pixels:.1f} %: they keep the layout, which a mean over patches loses."
+    words = "Both are" if len(above) == len(ARMS) else f"The {above[0]} one is"
+    return f"{words} above raw pixels ({pixels:.1f} %), which keep the layout that a mean over patches loses."
 
 
 def best_block(values: list[float]) -> tuple[int, float]:

@@ -219,7 +219,10 @@ def charts(demo: Demo) -> Html:
 
 
 def training_curves(out: Path) -> Html:
+    """Return the losses of both arms; nothing before the first of them."""
     metrics = {name: read_metrics(out / name) for name in ARMS}
+    if not any(metrics.values()):
+        return Html("")
     drawn = [
         line_chart(
             {name: points(records, key) for name, records in metrics.items()}, title=words, xlabel="drawings seen"

@@ -164,6 +164,22 @@ def test_verdict_names_a_lead_only_beyond_noise_and_the_untrained_network(decaye
     assert "block 1 of the residual one (13.0 %)" in said
 
 
+@pytest.mark.parametrize(
+    ("decayed", "residual", "word"),
+    [
+        (19.0, 12.0, "Raw pixels find 20.0 %: they keep the layout"),
+        (29.0, 12.0, "The decayed one is above raw pixels (20.0 %)"),
+        (29.0, 24.0, "Both are above raw pixels (20.0 %)"),
+    ],
+)
+def test_verdict_compares_with_raw_pixels(decayed, residual, word):
+    assert word in verdict(rows_of(decayed, residual=residual), samples=64_000)
+
+
+def test_page_shows_no_empty_charts_before_the_training_begins(tmp_path):
+    assert demo_page.training_curves(tmp_path) == ""
+
+
 # ---- a pair that comes with the package
 
 
