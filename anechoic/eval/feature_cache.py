@@ -36,7 +36,7 @@ from anechoic.models.packed import is_hooked
 from anechoic.outcome import package_version
 from anechoic.runtime.devices import pick_device
 from anechoic.storage.cache import OpenEntry, open_entry
-from anechoic.storage.files import read_json, remove, reserve, sealed, unsealed, write_aside, write_json
+from anechoic.storage.files import read_json, release, remove, reserve, sealed, unsealed, write_aside, write_json
 
 IDS, UNFINISHED, JOURNAL = "ids.npy", "unfinished", "journal.json"
 # Seconds between entries of a pass in its journal, and the number of rows that are checked at once.
@@ -240,6 +240,7 @@ class Unfinished:
         for name, table in self.tables.items():
             table.flush()
             self.crc[name] = rows_crc(table, self.marked, self.rows, self.crc[name])
+            release(table)
         self.marked, self.marked_at = self.rows, time.monotonic()
         state = {"about": self.about, "total": self.total, "position": self.position, "rows": self.rows}
         write_json(self.folder / JOURNAL, sealed({**state, "crc": self.crc}))

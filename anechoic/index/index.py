@@ -34,7 +34,7 @@ from anechoic.eval.tensors import as_tensor, warn_if_constant
 from anechoic.index.neighbors import Approximate, load_faiss, nearest_others, open_approximate
 from anechoic.outcome import counted
 from anechoic.storage.cache import CARD, OpenEntry, hash_file, open_entry
-from anechoic.storage.files import write_aside, write_json
+from anechoic.storage.files import release, write_aside, write_json
 
 log = logging.getLogger("anechoic")
 
@@ -234,6 +234,8 @@ def merge(path: Path, ids: np.ndarray, parts: Sequence[Part]) -> None:
         for start in range(0, len(own), CHUNK):
             some = slice(start, start + CHUNK)
             table[target[some]] = vectors[rows[some]]
+            release(vectors)
+            release(table)
     table.flush()
 
 

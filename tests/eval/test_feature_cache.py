@@ -1,6 +1,8 @@
 """The feature cache: keys are values, so that what was computed once is found again."""
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -45,6 +47,32 @@ def test_second_embedding_by_a_denoiser_hits_the_cache(source, monkeypatch):
     monkeypatch.setattr(feature_cache, "extract_batches", refuse)
     again = features_of(noisy("flow"), source, device="cpu")
     assert all(np.array_equal(again.sets[key], first.sets[key]) for key in first.sets)
+
+
+def resident_kilobytes(name):
+    """Of the mappings of files of this name in this process."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match("[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = line.rstrip().endswith("/" + name)
+        elif inside and line.startswith("Rss:"):
+            found += int(line.split()[1])
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="memory of a mapped file is known on Linux")
+def test_rows_of_a_long_pass_do_not_stay_in_memory(tmp_path):
+    count, encoder = 20_000, noisy("flow")
+    source = Array(np.zeros((count, 1, 1, 3), dtype=np.uint8))
+    key = (1, encoder.poolings[0])
+    unfinished = feature_cache.Unfinished(tmp_path / "pass", encoder, source, [key], device="cpu")
+    with unfinished.resumed() as tables:
+        tables[key][:] = 1
+        assert resident_kilobytes(feature_cache.file_name(key)) > 1000
+        unfinished.rows = count
+        unfinished.mark()
+        assert resident_kilobytes(feature_cache.file_name(key)) < 100
+        assert (tables[key][:] == 1).all()
 
 
 def test_addresses_of_functions_do_not_change_a_fingerprint():
