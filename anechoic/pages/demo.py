@@ -44,6 +44,8 @@ ARMS = {"residual": 1.0, "decayed": 0.6}
 PRETRAINED = {name: f"emoji-{name}" for name in ARMS}
 # Checkpoints of the fresh pair at which the curve has a point.
 CURVE_POINTS = 5
+# Seconds between two drawings of the losses into the open page.
+REPORT_EVERY = 5.0
 # Percentage points. The difference of the two arms varies with the seed by this standard deviation, by the mean token,
 # raw as well as whitened (18 pairs of 96,000 drawings, docs/evidence).
 SEED_DEVIATION = 0.65
@@ -148,7 +150,8 @@ def check_record(demo: Demo, paths: Mapping[str, Path]) -> float:
 def train_arms(out: Path, *, samples: int, seed: int, report: Callable[[Curve], None] = lambda curve: None) -> Curve:
     """Train both arms at the same time, a process each, and return the curve of what their checkpoints retrieve.
 
-    A finished arm is skipped and an interrupted one resumes. report: called with the curve at every new point.
+    A finished arm is skipped and an interrupted one resumes. report: called with the curve at every new point, and
+    every few seconds for the losses.
     """
     out.mkdir(parents=True, exist_ok=True)
     configs = {name: arm(alpha_min, samples=samples, seed=seed) for name, alpha_min in ARMS.items()}
@@ -204,12 +207,16 @@ def follow(
     """One bar for both, read from their metrics, until both have ended; the curve up to then."""
     curve: Curve = {name: {} for name in ARMS}
     bar = tqdm(total=total, unit="img", unit_scale=True, desc="training both", mininterval=1, file=sys.stderr)
+    reported = time.monotonic()
     with bar:
         while any(process.poll() is None for process in processes.values()):
             time.sleep(0.2)
             children.check()
             bar.update(sum(last_seen(out / name) for name in processes) - bar.n)
             add_points(curve, out, report)
+            if time.monotonic() - reported > REPORT_EVERY:
+                report(curve)  # the losses, between two points
+                reported = time.monotonic()
         children.check()
         bar.update(sum(last_seen(out / name) for name in processes) - bar.n)
     return curve

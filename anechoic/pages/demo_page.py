@@ -41,7 +41,7 @@ from anechoic.pages.html import (
     write_page,
 )
 from anechoic.pages.thumbnails import sheet
-from anechoic.runtime.run import read_metrics
+from anechoic.runtime.run import last_seen, read_metrics
 
 MAPPED_OBJECTS, NEIGHBORS = 200, 6
 # What a point of the curve has -> how it is called.
@@ -116,7 +116,7 @@ class DemoPage:
             rows = [[row[key] for key in HEADER] for row in fresh["rows"]]
             parts += [note(fresh["verdict"] + minutes), table(list(HEADER.values()), rows)]
         elif "training_seconds" not in metrics:
-            seen = min((max(points, default=0) for points in curve.values()), default=0)
+            seen = min(last_seen(self.out / name) for name in ARMS)
             parts.append(
                 note(f"A fresh pair is being trained: {seen:,} of {samples:,} drawings each. Its curve grows here.")
             )
