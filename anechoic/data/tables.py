@@ -294,6 +294,7 @@ def open_hub(name: str, *, labels: bool, channels: int) -> HubSet:
     name, _, split = name.partition(":")
     refuse_script(name)
     rows, split = _load_rows(name, split)
+    rows = rows.with_format(None)  # a saved data set may show a part of its columns, or show them as tensors
     column = next((key for key, feature in rows.features.items() if isinstance(feature, datasets.Image)), None)
     if column is None:
         raise UserError(

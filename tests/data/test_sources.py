@@ -185,6 +185,8 @@ def test_parquet_and_hub_folders(folder: Path, tmp_path: Path, monkeypatch) -> N
     check(open_source(f"hf:{parquet.parent}", labels=True))
     check(open_source(f"hf:{parquet.parent}:train", labels=True))
     rows.save_to_disk(tmp_path / "saved")
+    rows.with_format("numpy", columns=["label"]).save_to_disk(tmp_path / "shown in part")
+    check(open_source(f"hf:{tmp_path / 'shown in part'}", labels=True))
     check(open_source(f"hf:{tmp_path / 'saved'}", labels=True))
     check(open_source(tmp_path / "saved", labels=True))
     with pytest.raises(UserError, match="no split 'tset'; it has train"):
