@@ -240,7 +240,7 @@ def estimates(trials: Sequence[Trial], folders: Folders) -> dict[str, float]:
     here = machine()
     done = {trial.name for trial in trials if finished(trial, folders.record(trial))}
     records = {name: read_record(folders.records / f"{name}.json") for name in done}
-    known = sorted(record["seconds"] / rough[name] for name, record in records.items() if record["machine"] == here)
+    known = sorted(record["seconds"] / rough[name] for name, record in records.items() if record.get("machine") == here)
     if known:
         return {name: seconds * known[len(known) // 2] for name, seconds in rough.items()}
     config = next((trial.config for trial in trials if trial.name not in done and trial.config.optim.samples), None)

@@ -224,7 +224,6 @@ def test_a_flipped_model_directory_is_refused(tmp_path):
 REFUSED = """
 import resource, sys
 import torch
-from tiny_runs import tiny_config
 from pathlib import Path
 from anechoic.runtime import checkpoint
 folder = Path(sys.argv[1])
