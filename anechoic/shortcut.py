@@ -220,7 +220,7 @@ def _called(schedule: Schedule, n: int, alpha_min: float) -> list[float]:
 def schedule_by_name(name: str) -> Schedule:
     found = SCHEDULES.get(name) or RETIRED_SCHEDULES.get(name)
     if found is None:
-        raise UserError(f"There is no schedule {name!r}; choose one of {', '.join(SCHEDULES)} or list the alphas.")
+        raise UserError(f"There is no schedule {name!r:.60}; choose one of {', '.join(SCHEDULES)} or list the alphas.")
     return found
 
 

@@ -215,7 +215,7 @@ PROCESSES: dict[str, Process] = {process.name: process for process in (Continuou
 
 def process_named(name: str) -> Process:
     if name not in PROCESSES:
-        raise UserError(f"there is no forward process {name!r}; choose one of {', '.join(PROCESSES)}.")
+        raise UserError(f"there is no forward process {name!r:.60}; choose one of {', '.join(PROCESSES)}.")
     return PROCESSES[name]
 
 

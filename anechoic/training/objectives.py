@@ -80,7 +80,7 @@ def make_objective(name: str, *, preprocess: Preprocess | None = None, **options
     An objective that changes pixels needs the run's Preprocess; without one it can be checked, but not used.
     """
     if name not in OBJECTIVES:
-        raise UserError(f"There is no objective {name!r}; {nearest_name(name, OBJECTIVES)}")
+        raise UserError(f"There is no objective {name!r:.60}; {nearest_name(name, OBJECTIVES)}")
     module, _, function = OBJECTIVES[name].builder.partition(":")
     builder = getattr(import_module(module), function)
     parameters = list(inspect.signature(builder).parameters)
