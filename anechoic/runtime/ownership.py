@@ -66,7 +66,7 @@ def _new_key() -> bytes:
     """Make a key; of processes that do so at once, all return the first one's."""
     place = _place()
     place.parent.mkdir(parents=True, exist_ok=True)
-    if place.exists():  # damaged
+    if place.exists() and _key() is None:  # damaged; a key that another process has just made stays
         place.unlink(missing_ok=True)
     with tempfile.NamedTemporaryFile(dir=place.parent) as file:  # only its owner can read it
         file.write(secrets.token_bytes(KEY_BYTES))
