@@ -52,6 +52,12 @@ def test_starts_at_once_have_one_key():
         assert len(set(pool.map(ownership.mark_of, ["photos"] * 32))) == 1
 
 
+def test_key_of_another_process_is_kept():
+    """It may be made between the look for a key and the decision to make one."""
+    first = ownership._new_key()
+    assert ownership._new_key() == first
+
+
 def test_without_a_cache_every_run_counts_as_anothers(tmp_path, monkeypatch):
     (tmp_path / "file").write_bytes(b"")
     monkeypatch.setenv("ANECHOIC_CACHE", str(tmp_path / "file" / "cache"))
