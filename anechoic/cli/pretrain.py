@@ -138,7 +138,7 @@ def introduction(config: Config, source: Source, *, sized: bool) -> list[str]:
     """Return what is trained, why this model, and how long it will take. sized: the model was chosen here."""
     from anechoic.data import described
     from anechoic.runtime.devices import num_gpus
-    from anechoic.training.cost import training_seconds
+    from anechoic.training.timing import training_seconds
 
     size = len(source)
     held_out = default_holdout(size) if config.data.holdout is None else config.data.holdout

@@ -234,7 +234,7 @@ def estimates(trials: Sequence[Trial], folders: Folders) -> dict[str, float]:
 
     The scale is what finished trials of the same folder took on this machine, else that of a few updates timed now.
     """
-    from anechoic.training.cost import OVERHEAD_SECONDS, cpu_seconds, seconds_per_image
+    from anechoic.training.timing import OVERHEAD_SECONDS, cpu_seconds, seconds_per_image
 
     rough = {trial.name: cpu_seconds(trial.config) for trial in trials}
     here = machine()

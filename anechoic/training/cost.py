@@ -1,21 +1,19 @@
-"""Estimate what a training costs: parameters, memory by part, FLOPs, and seconds, on a GPU of a data sheet or here.
+"""Estimate what a training costs: parameters, memory by part, FLOPs, and seconds on a GPU of a data sheet.
 
 `forward_flops` and `step_flops` count the matrix products of the plain algorithm, so that work an implementation avoids
 shows as speed. `passes_of` and `plan` run the network once forward and backward on fake tensors, which shows every
 operation, its size and what the backward pass needs; each operation then takes as long as its products or its bytes
-need, whichever is longer. `seconds_per_image` times a few updates on this machine. A multiply-add counts as two FLOPs.
+need, whichever is longer. A multiply-add counts as two FLOPs. timing.py times updates on this machine.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,22 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from anechoic.config import Config
-from anechoic.data import Source
-from anechoic.data.loader import min_side_for
-from anechoic.data.pixel_cache import is_cacheable
 from anechoic.errors import UserError
 from anechoic.models import build, family_of, model_config
 from anechoic.models.mae import MAEConfig, MaskedAutoencoder, skip_sources
 from anechoic.models.network import NetworkConfig
 from anechoic.models.sit import SiT
 from anechoic.models.uvit import UViT
-from anechoic.rng import SampleGenerator
-from anechoic.runtime.devices import pick_device
 from anechoic.runtime.fsdp import BLOCKS
-from anechoic.training.build import make_model, make_optimizer, model_options, needs_labels, transform_of
-from anechoic.training.objectives import make_objective
+from anechoic.training.build import model_options
 from anechoic.training.optim import is_body_matrix
-from anechoic.training.validation import Samples
 
 GB = 1e9
 
@@ -105,83 +96,6 @@ def step_flops(config: MAEConfig, batch: int) -> float:
     """Return the FLOPs forward and backward: two products backward for each, but no gradient of the pixels."""
     forward, embedding = mae_flops(config)
     return batch * (3 * forward - embedding)
-
-
-# ---- seconds on this machine
-
-# What is timed: images that are read, and updates after the first, which is slow, until they took this long.
-READ_IMAGES, TIMED_SECONDS, MAX_UPDATES = 64, 1.0, 30
-# Of one CPU core in one-thread runs of the pocket size, evaluation included.
-FLOPS_PER_SECOND = 25e9
-OVERHEAD_SECONDS = 40.0
-
-
-def cpu_seconds(config: Config) -> float:
-    """Return a rough estimate of the CPU seconds (1 core) that training and evaluating take."""
-    return OVERHEAD_SECONDS + training_flops(config) / FLOPS_PER_SECOND
-
-
-def training_seconds(config: Config, source: Source, *, samples: int) -> float:
-    """Return the wall time of a training as this machine is now, from timed reading, cropping and updates.
-
-    Images are decoded once where the pixel cache holds them.
-    """
-    min_side = min_side_for(config.data.image_size)
-    chosen = np.unique(np.linspace(0, len(source) - 1, READ_IMAGES).astype(int)).tolist()
-    started = time.perf_counter()
-    images = [image for image in source.read_many(chosen, min_side=min_side) if isinstance(image, Tensor)]
-    reading = (time.perf_counter() - started) / len(chosen)
-    if not images:
-        return samples * seconds_per_image(config)
-    ids = torch.arange(len(images))
-    transform, started = transform_of(config, source), time.perf_counter()
-    transform(images, image_size=config.data.image_size, generator=SampleGenerator(0, ids, torch.zeros_like(ids)))
-    loading = (time.perf_counter() - started) / len(images)
-    once = 0.0
-    if source.in_memory or is_cacheable(source, min_side=min_side):
-        once = len(source) * reading
-    else:
-        loading += reading
-    step, workers = seconds_per_image(config), config.data.workers or 0
-    return once + samples * (max(step, loading / workers) if workers else step + loading)
-
-
-def seconds_per_image(config: Config) -> float:
-    """Time updates with the threads of the run; loading data is not included."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(config.threads or threads)
-    try:
-        return timed_updates(config)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def timed_updates(config: Config) -> float:
-    device, data = pick_device("auto"), config.data
-    with torch.random.fork_rng(devices=[]):
-        model = make_model(config).to(device).train()
-    optimizer = make_optimizer(model, config.optim)
-    objective = make_objective(config.objective.name, **config.objective.options)
-    count = max(1, config.optim.batch_size // config.optim.accumulate)
-    shape = (count, data.channels, data.image_size, data.image_size)
-    images = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
-    ids = torch.arange(count, device=device)
-    labels = torch.zeros_like(ids) if data.labels or needs_labels(config) else None
-
-    def update(number: int) -> None:
-        losses = objective(model, Samples(images, labels), SampleGenerator(0, ids, torch.full_like(ids, number)))
-        losses["loss"].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses["loss"].item()  # waits for a GPU
-
-    update(0)
-    started, updates, spent = time.perf_counter(), 0, 0.0
-    while spent < TIMED_SECONDS and updates < MAX_UPDATES:
-        updates += 1
-        update(updates)
-        spent = time.perf_counter() - started
-    return spent / (updates * count)
 
 
 # ---- GPUs

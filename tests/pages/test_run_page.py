@@ -205,7 +205,7 @@ def test_every_setting_is_shown_on_demand(capsys, tmp_path):
 
 
 def test_the_estimate_is_that_of_the_whole_length(capsys):
-    from anechoic.training.cost import seconds_per_image
+    from anechoic.training.timing import seconds_per_image
 
     resolved = config()
     assert 0 < seconds_per_image(resolved) < 0.1

@@ -30,7 +30,8 @@ from anechoic.sweeps.sweep import (
     with_settings,
 )
 from anechoic.sweeps.trial import EvalPlan, Trial, finished, run_trial
-from anechoic.training.cost import OVERHEAD_SECONDS, cpu_seconds, training_flops
+from anechoic.training.cost import training_flops
+from anechoic.training.timing import OVERHEAD_SECONDS, cpu_seconds
 
 OPTIONS = {**SMALLEST, "patch_size": 4}
 EVALUATION = EvalPlan("digits:train", "digits:test", max_train=100, max_test=60)
@@ -330,7 +331,7 @@ def test_work_and_estimates_grow_with_the_samples(tmp_path):
 
 
 def test_estimates_learn_from_what_finished_trials_took_on_this_machine(tmp_path, monkeypatch):
-    monkeypatch.setattr("anechoic.training.cost.seconds_per_image", lambda config: 0.5)
+    monkeypatch.setattr("anechoic.training.timing.seconds_per_image", lambda config: 0.5)
     folders = Folders(tmp_path / "records", tmp_path / "runs")
     trials = [trial_of("one", tiny()), trial_of("two", tiny(updates=8))]
     timed = estimates(trials, folders)
