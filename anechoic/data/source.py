@@ -73,7 +73,7 @@ class Source(ABC):
         return self.compute_fingerprint()
 
     def compute_fingerprint(self) -> str:
-        raise NotImplementedError(f"{type(self).__name__} sets its fingerprint when it is made")
+        raise AssertionError(f"{type(self).__name__} sets its fingerprint when it is made")
 
     @property
     def fingerprint_with_labels(self) -> str:
