@@ -12,6 +12,15 @@ from anechoic.config import Config
 from anechoic.sweeps.sweep import seeded
 from anechoic.sweeps.trial import EvalPlan, Trial
 
+# Of the last validation.
+HELD_OUT_LOSS = "training.-1.held_out_loss"
+# Token, layer and scaling chosen on held-out training images (records/choices.py).
+CHOSEN = {
+    "chosen.knn.held_out": "best k-NN of held-out training images",
+    "chosen.knn.test": "its k-NN of test images",
+    "chosen.probe.held_out": "best linear probe of held-out training images",
+    "chosen.probe.test": "its linear probe of test images",
+}
 KNN_PANELS = {"layers.mean.knn": "k-NN, mean token (%)", "layers.class.knn": "k-NN, class token (%)"}
 
 

@@ -31,6 +31,7 @@ def fake_metrics(rng):
     ]
     of_layers = ("entropy", "knn", "knn_whitened", "retrieval", "retrieval_whitened", "entropy_centered")
     images = rng.random((4, 8, 8, 3))
+    votes = ("knn", "knn_whitened")
     return {
         "diverged": False,
         **{key: round(float(rng.uniform(20, 80)), 3) for key in plain},
@@ -38,6 +39,10 @@ def fake_metrics(rng):
             token: {
                 name: [round(float(x), 3) for x in rng.uniform(1, 5, 5)] for name in (*of_layers, *COMPONENT_SHARES)
             }
+            for token in ("mean", "class")
+        },
+        "selection": {
+            token: {"probe": 30.0, **{name: rng.uniform(1, 5, 5).tolist() for name in votes}}
             for token in ("mean", "class")
         },
         "beside": {"flat tokens": {"retrieval_mean": round(float(rng.uniform(20, 80)), 3)}},

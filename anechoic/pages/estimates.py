@@ -23,7 +23,11 @@ class Estimate:
     n: int
 
     def __str__(self) -> str:
-        return f"{self.mean:.2f}" + (f" ± {self.half:.2f}" if self.half is not None else "")
+        return self.text()
+
+    def text(self, *, digits: int = 2, sign: str = "") -> str:
+        """Return mean and interval; sign: "+" for a difference."""
+        return f"{self.mean:{sign}.{digits}f}" + (f" ± {self.half:.{digits}f}" if self.half is not None else "")
 
     @property
     def sign(self) -> int:

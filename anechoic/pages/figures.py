@@ -320,7 +320,7 @@ def draw_estimates(
             axis.set(xlabel=xlabel, ylabel=ylabel if column == 0 else "", xscale="log" if log else "linear")
             if log:
                 measured = sorted({x for points in lines.values() for x, _, _ in points})
-                axis.set_xticks(measured, labels=[f"{x:,.0f}" for x in measured])
+                axis.set_xticks(measured, labels=[f"{x:,.0f}" if x >= 1 else f"{x:g}" for x in measured])
                 axis.minorticks_off()
             low, high = axis.get_ylim()
             if low < 0 < high:

@@ -82,10 +82,10 @@ def reproduced(
 ) -> Outcome:
     """Run each grid's missing trials, then return its table."""
     from anechoic.sweeps.batch import plan_trials, refuse_failures, run_trials
-    from anechoic.sweeps.records import Records
     from anechoic.sweeps.sweep import Folders
     from anechoic_lab import catalog
     from anechoic_lab.records.markdown_tables import difference_table, measured_table
+    from anechoic_lab.records.scoreboard import records_of
 
     texts: list[str] = []
     metrics: dict[str, Any] = {}
@@ -101,7 +101,7 @@ def reproduced(
         progress = run_trials(
             trials, folders, 1 if scale == "full" and jobs is None else jobs, pinned=scale == "pocket"
         )
-        records = Records(folders.records)
+        records = records_of(grid, results)
         table = [*measured_table(grid, records), "", *difference_table(grid, records)]
         texts.append("\n".join([grid.title, *table]))
         failed |= progress.failed

@@ -27,7 +27,7 @@ from anechoic.config import (
 from anechoic.recipes import recipe
 from anechoic.recipes.pocket import MODEL
 from anechoic.sweeps.trial import EvalPlan
-from anechoic_lab.grids import Grid, Row, Variant
+from anechoic_lab.grids import HELD_OUT_LOSS, Grid, Row, Variant
 
 SEEDS = (0, 1, 2)
 ALPHAS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
@@ -351,7 +351,7 @@ STABILITY = Grid(
     metrics={
         "training.-1.token_norm.-1": "norm after 100 updates",
         "training.0.token_norm.-1": "norm at the start",
-        "training.-1.held_out_loss": "held-out loss",
+        HELD_OUT_LOSS: "held-out loss",
     },
     baseline="zero-alpha1",
     kind="norms",
@@ -401,7 +401,7 @@ FIG6 = pictured(
     "Figure 6: reconstructions",
     "Decay does not harm the reconstruction of hidden patches.",
     "scenes",
-    {"training.-1.held_out_loss": "held-out loss of hidden patches"},
+    {HELD_OUT_LOSS: "held-out loss of hidden patches"},
 )
 SHOWN = {"fig3": "map", "fig4": "colors", "fig6": "reconstructions"}
 

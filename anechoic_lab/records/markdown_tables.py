@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from anechoic_lab.grids import Grid
+from anechoic_lab.grids import HELD_OUT_LOSS, Grid
 from anechoic_lab.records.statistics import Estimate, Records, order_agreement, verdict
 
 
@@ -14,15 +14,15 @@ def measured_table(grid: Grid, records: Records) -> list[str]:
     titles = [title + (" (paper)" if key in papers else "") for key, title in grid.metrics.items()]
     lines = [line(["", *titles, "seeds"]), line(["---"] * (len(titles) + 2))]
     for row in grid.rows:
-        cells = [cell(records.mean(row.variant, key), row.paper.get(key)) for key in grid.metrics]
+        cells = [cell(records.mean(row.variant, key), key, row.paper.get(key)) for key in grid.metrics]
         diverged = records.diverged(row.variant)
         seeds = f"{records.count(row.variant)}" + (f", {diverged} diverged" if diverged else "")
         lines.append(line([row.label, *cells, seeds]))
     return lines
 
 
-def cell(found: Estimate, paper: float | None) -> str:
-    text = "not run" if found.n == 0 else str(found)
+def cell(found: Estimate, key: str, paper: float | None) -> str:
+    text = "not run" if found.n == 0 else found.text(digits=digits_of(key))
     return text if paper is None else f"{text} ({paper:g})"
 
 
@@ -38,14 +38,19 @@ def difference_table(grid: Grid, records: Records) -> list[str]:
         for key in grid.metrics:
             found = records.difference(row.variant, grid.baseline, key)
             paper = row.paper[key] - base[key] if key in row.paper and key in base else None
-            shown = "not run" if found.n == 0 else f"{signed(found)}, {verdict(found, paper)}"
+            shown = "not run" if found.n == 0 else f"{signed(found, key)}, {verdict(found, paper)}"
             cells.append(shown + (f" (paper {paper:+.1f})" if paper is not None else ""))
         lines.append(line([row.label, *cells]))
     return lines
 
 
-def signed(found: Estimate) -> str:
-    return f"{found.mean:+.2f}" + (f" ± {found.half:.2f}" if found.half is not None else "")
+def signed(found: Estimate, key: str = "") -> str:
+    return found.text(digits=digits_of(key), sign="+")
+
+
+def digits_of(key: str) -> int:
+    """Return the decimals of a measure: losses differ in the third one."""
+    return 4 if key == HELD_OUT_LOSS else 2
 
 
 def agreement(grid: Grid, records: Records) -> Iterator[str]:

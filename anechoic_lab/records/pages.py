@@ -13,8 +13,9 @@ import numpy as np
 
 from anechoic.eval.correlation import pearson
 from anechoic.pages import figures
-from anechoic_lab.grids import Grid
+from anechoic_lab.grids import HELD_OUT_LOSS, Grid
 from anechoic_lab.paper import pocket
+from anechoic_lab.records.choices import own_lr_body
 from anechoic_lab.records.map_pages import anatomy_body, axes_body, length_body, lengths_body
 from anechoic_lab.records.markdown_tables import agreement, difference_table, line, measured_table, signed
 from anechoic_lab.records.scoreboard import cpu_minutes, records_of, scoreboard
@@ -252,18 +253,14 @@ def pictures_body(grid: Grid, records: Records, out: Path) -> list[str]:
     return lines
 
 
-# Of the last validation.
-HELD_OUT = "training.-1.held_out_loss"
-
-
 def picture_conclusion(grid: Grid, records: Records) -> list[str]:
     """Return a sentence on which arm is ahead by k-NN, and by the loss where that is the claim."""
     residual, decayed = (records.mean(row.variant, "knn_mean") for row in grid.rows)
     if not (residual.n and decayed.n):
         return []
     loss = ""
-    if HELD_OUT in grid.metrics:
-        plain, ours = (records.mean(row.variant, HELD_OUT).mean for row in grid.rows)
+    if HELD_OUT_LOSS in grid.metrics:
+        plain, ours = (records.mean(row.variant, HELD_OUT_LOSS).mean for row in grid.rows)
         word = "worse" if ours > plain else "better"
         loss = f" With decay hidden patches are predicted {word} (loss {ours:.2f} against {plain:.2f})."
     first, second = sorted((("residual", residual.mean), ("decayed", decayed.mean)), key=lambda arm: -arm[1])
@@ -301,6 +298,7 @@ BODIES = {
     "axes": axes_body,
     "lengths": lengths_body,
     "anatomy": anatomy_body,
+    "own_lr": own_lr_body,
     "pictures": pictures_body,
 }
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from anechoic.pages.estimates import ENOUGH
 from anechoic_lab.grids import Grid
 from anechoic_lab.paper.muon_tables import GRIDS as MUON
+from anechoic_lab.records.choices import add_choices
 from anechoic_lab.records.markdown_tables import line, signed
 from anechoic_lab.records.statistics import Estimate, Records
 from anechoic_lab.studies.cifar_length import WHITENED
@@ -149,7 +150,7 @@ def verdict(found: Iterable[Estimate], sign: int) -> str:
 
 
 def records_of(grid: Grid, results: Path) -> Records:
-    return Records(*(results / group for group in (grid.group, *grid.others)))
+    return add_choices(Records(*(results / group for group in (grid.group, *grid.others))))
 
 
 def cpu_minutes(records: Records, variants: Iterable[str]) -> float:

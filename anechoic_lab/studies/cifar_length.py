@@ -14,7 +14,7 @@ from functools import partial
 from anechoic.config import Algorithm, Config
 from anechoic.recipes.pretrain import pretrain_config
 from anechoic.sweeps.trial import EvalPlan
-from anechoic_lab.grids import KNN_PANELS, Grid, Row, Variant
+from anechoic_lab.grids import CHOSEN, HELD_OUT_LOSS, KNN_PANELS, Grid, Row, Variant
 from anechoic_lab.paper.pocket import LONG_EVALUATION, LONG_PROBES, mae
 from anechoic_lab.studies.lr_search import FIRST_FRESH_SEED, WORDS, LearningRates, losses_grid, lr_search
 
@@ -186,8 +186,15 @@ WHITENED = replace(
 )
 
 # Each arm's best learning rate: by held-out loss, and by k-NN on held-out training images; after 2,048,000 samples and
-# after 512,000, where a network takes about ten CPU minutes. The first seed chooses.
+# after 512,000, where a network takes about ten CPU minutes.
 OWN_LRS = {LONG[1]: (1e-3, 5e-4, 4e-3, 2e-3), LONG[0]: (1e-3, 2e-3, 5e-4, 4e-3)}
+
+
+OWN_LR_MEASURES = {
+    HELD_OUT_LOSS: "held-out loss",
+    **CHOSEN,
+    **{key: LONG_PROBES[key] for key in ("knn_whitened_mean", "knn_whitened_class", "probe_mean", "probe_class")},
+}
 
 
 def own_lr_variants(samples: int) -> dict[str, Variant]:
@@ -201,15 +208,17 @@ def own_lr_variants(samples: int) -> dict[str, Variant]:
 
 
 def own_lr_grid(name: str, samples: int, group: str) -> Grid:
-    return replace(
-        LONGEST,
+    return Grid(
         name=name,
         title=f"CIFAR-100: each arm's own learning rate after {samples:,} samples",
         group=group,
+        kind="own_lr",
+        first_seed=FIRST_FRESH_SEED,
+        metrics=OWN_LR_MEASURES,
         rows=[
             Row(f"Muon, alpha_min {alpha:g}, peak learning rate {lr:g}", lr_name("muon", alpha, samples, lr))
-            for lr in OWN_LRS[samples]
             for alpha in (1.0, 0.6)
+            for lr in sorted(OWN_LRS[samples])
         ],
         baseline=lr_name("muon", 1.0, samples, 1e-3),
     )
@@ -234,6 +243,8 @@ def short_lr_variants() -> dict[str, Variant]:
 
 PARAM_GROUPS = replace(
     SHORT_LR,
+    kind="table",
+    metrics=LONG_PROBES,
     name="cifar-groups",
     title=f"CIFAR-100: decayed shortcuts and parameter groups beside each other after {LONG[0]:,} samples",
     rows=[

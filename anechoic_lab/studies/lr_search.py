@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from anechoic.config import Algorithm
-from anechoic_lab.grids import Grid, Row
+from anechoic_lab.grids import HELD_OUT_LOSS, Grid, Row
 
 # (algorithm, alpha_min, samples) -> peak learning rates that are tried.
 LearningRates = Mapping[tuple[Algorithm, float, int], Sequence[float]]
@@ -17,8 +17,15 @@ FIRST_FRESH_SEED = 10
 
 def losses_grid(name: str, title: str, group: str, rows: Sequence[Row], *, baseline: str) -> Grid:
     """Return a grid of held-out losses; the label of a row ends in ", peak learning rate LR"."""
-    losses = {"training.-1.held_out_loss": "held-out loss"}
-    return Grid(name=name, title=title, group=group, rows=rows, metrics=losses, baseline=baseline, kind="losses")
+    return Grid(
+        name=name,
+        title=title,
+        group=group,
+        rows=rows,
+        metrics={HELD_OUT_LOSS: "held-out loss"},
+        baseline=baseline,
+        kind="losses",
+    )
 
 
 def lr_search(name: str, title: str, lrs: LearningRates, *, group: str, variant: VariantName, baseline: str) -> Grid:
