@@ -12,6 +12,7 @@ import os
 import re
 import struct
 import tarfile
+import time
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -358,6 +359,7 @@ def _archive_source(
 
 def list_tar(path: Location) -> tuple[list[str], np.ndarray]:
     """Return every file of a tar, names and positions, in the order of the archive. A long list is cached."""
+    started = time.time()
     stamp = np.array((0,) * 5 if is_url(path) else stamp_of(os.stat(path)), np.int64)
     key, about = digest("tar listing", identity_of(str(path)) if is_url(path) else "", stamp), f"members of {path}"
     if has_entry("listings", key):
@@ -366,7 +368,7 @@ def list_tar(path: Location) -> tuple[list[str], np.ndarray]:
                 with np.load(entry.path / LISTING, allow_pickle=False) as arrays:
                     return list(Names(arrays["names"].tobytes(), arrays["ends"])), arrays["members"]
     names, members = _scan_tar(path)
-    if is_url(path) or (len(names) >= CACHE_LISTINGS_FROM and is_settled(stamp)):
+    if is_url(path) or (len(names) >= CACHE_LISTINGS_FROM and is_settled(stamp, started)):
         table = Names.of(names)
         with suppress(OSError), open_entry("listings", key, about=about) as entry:
             with write_aside(entry.path / LISTING) as temporary, open(temporary, "wb") as file:

@@ -26,13 +26,14 @@ MAX_JSON_BYTES = 1 << 26
 MAX_UNPACKED, MAX_RATIO = 1 << 26, 50
 # Set to 1, tables may name files outside their folder. Processes that a command starts inherit it.
 OUTSIDE = "ANECHOIC_ALLOW_OUTSIDE"
+# Flags that open a file for reading. Without O_NONBLOCK, opening a pipe would wait for a writer.
+READ_REGULAR = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 @contextmanager
 def open_regular(path: str | Path) -> Iterator[BufferedReader]:
     """Open a file; OSError if it is not a regular file."""
-    # Without O_NONBLOCK, opening a pipe would wait for a writer.
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    descriptor = os.open(path, READ_REGULAR)
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))

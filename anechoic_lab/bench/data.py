@@ -24,12 +24,14 @@ from anechoic.errors import UserError
 from anechoic.models import build_model
 from anechoic.recipes.pocket import pocket_mae_cifar100
 from anechoic_lab.bench.memory import peak_memory_mb
-from anechoic_lab.bench.timing import Options, interleave, row
+from anechoic_lab.bench.timing import Options, Timing, interleave, row
 
 PEERS = ("pillow", "simplejpeg")
 PREPROCESS = Preprocess(IMAGENET_MEAN, IMAGENET_STD, 64, 3)
 JPEG_SIZE, BATCH, BATCHES = 64, 64, 60
 MADE_UP_JPEGS, MADE_UP_SMALL = 500, 10_000
+WITHOUT_HASHES = "without hashes"
+IDENTIFIED_FILES, IDENTIFIED_SIZES = 10_000, (224, 512)
 
 
 class PillowCrops(Dataset):
@@ -65,18 +67,19 @@ def random_box(width: int, height: int) -> tuple[int, int, int, int]:
 
 
 def run(options: Options) -> list[dict[str, Any]]:
-    """JPEGs decoded by Pillow, by simplejpeg and from the cache, each against the peer; small images against a step."""
+    """JPEGs against the peer, identity by content against none, small images against a training step."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(options.images) if options.images else make_jpegs(Path(temporary))
         rows = jpeg_rows(folder, rounds=options.rounds, workers=options.workers)
-        rows += identity_rows(folder, rounds=options.rounds)
     small = open_source(options.small) if options.small else Scenes(MADE_UP_SMALL, size=32)
+    for size in IDENTIFIED_SIZES:
+        rows += identity_rows(size, rounds=options.rounds)
     return [*rows, step_row(small, rounds=options.rounds)]
 
 
-def make_jpegs(folder: Path) -> Path:
-    """JPEGs of a usual size from embedded scenes, for machines without a folder of photographs."""
-    source = Scenes(MADE_UP_JPEGS, size=224)
+def make_jpegs(folder: Path, size: int = 224) -> Path:
+    """JPEGs of embedded scenes, for machines without a folder of photographs."""
+    source = Scenes(MADE_UP_JPEGS, size=size)
     for k, image in enumerate(source.read_many(range(len(source)))):
         assert isinstance(image, torch.Tensor)
         Image.fromarray(image.permute(1, 2, 0).numpy()).save(folder / f"{k:04d}.jpg", quality=90)
@@ -129,8 +132,28 @@ def jpeg_rows(folder: Path, *, rounds: int, workers: int) -> list[dict[str, Any]
     ]
 
 
-def identity_rows(folder: Path, *, rounds: int) -> list[dict[str, Any]]:
-    """A pass over all files, decoded and cropped, with their identity by content and without."""
+def identity_rows(size: int, *, rounds: int) -> list[dict[str, Any]]:
+    """A pass over many JPEGs, decoded and cropped, with their identity by content and without."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = make_jpegs(Path(temporary), size)
+        for k in range(MADE_UP_JPEGS, IDENTIFIED_FILES):  # the content differs, the picture is one of the first
+            (folder / f"{k:05d}.jpg").write_bytes((folder / f"{k % MADE_UP_JPEGS:04d}.jpg").read_bytes() + b"%d" % k)
+        timing = time_passes(folder, rounds=rounds)
+        kilobytes = sum(file.stat().st_size for file in folder.iterdir()) / IDENTIFIED_FILES / 1000
+    return [
+        row(
+            f"a pass over {IDENTIFIED_FILES} JPEGs of {size} px ({kilobytes:.0f} kB), {name}",
+            timing,
+            ours=name,
+            peer=WITHOUT_HASHES,
+            items=IDENTIFIED_FILES,
+        )
+        for name in ("all files hashed", "hashes known")
+    ]
+
+
+def time_passes(folder: Path, *, rounds: int) -> Timing:
+    """Time a pass over a folder without hashes, with a new cache of hashes, and with a filled one."""
 
     def work(*, identified: bool, cache: str) -> None:
         before = os.environ.get("ANECHOIC_CACHE")
@@ -151,19 +174,15 @@ def identity_rows(folder: Path, *, rounds: int) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as empty:
             work(identified=True, cache=empty)
 
-    count, plain = len(open_source(folder)), "without hashes"
     with tempfile.TemporaryDirectory() as cache:
-        contestants: dict[str, Callable[[], object]] = {
-            plain: lambda: work(identified=False, cache=cache),
-            "all files hashed": first_pass,
-            "hashes known": lambda: work(identified=True, cache=cache),
-        }
-        timing = interleave(contestants, rounds=rounds)
-    return [
-        row(f"a pass over {count} files, {name}", timing, ours=name, peer=plain, items=count)
-        for name in contestants
-        if name != plain
-    ]
+        return interleave(
+            {
+                WITHOUT_HASHES: lambda: work(identified=False, cache=cache),
+                "all files hashed": first_pass,
+                "hashes known": lambda: work(identified=True, cache=cache),
+            },
+            rounds=rounds,
+        )
 
 
 def reader(source: Source, workers: int, *, cache: bool, simplejpeg: bool, batches: int) -> Callable[[], None]:

@@ -8,17 +8,21 @@ import os
 import shutil
 import sys
 import tarfile
+import time
 import zipfile
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from xxhash import xxh3_128_digest
 
 from anechoic.data import Loader, Source, content_checksums, open_source
-from anechoic.data.content_checksums import FileHashes
+from anechoic.data.content_checksums import FileHashes, stamp_at
 from anechoic.data.files import Files
 from anechoic.data.latents import CARD, LatentCard, Latents
 from anechoic.data.shards import write_shards
@@ -139,7 +143,7 @@ def test_overwriting_at_equal_size_and_time_is_noticed(
     kind: str, recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if recorded:  # as if the files were older than the resolution of their times
-        monkeypatch.setattr(content_checksums, "is_settled", lambda stamp: any(stamp))
+        monkeypatch.setattr(content_checksums, "is_settled", lambda stamps, now: stamps.any(-1))
     before = opened(kind, write(kind, tmp_path / "set", 1))
     first = before.fingerprint
     old = batch_of(before)
@@ -167,7 +171,7 @@ def test_touched_archive_is_still_the_same(tmp_path: Path) -> None:
 
 def test_second_pass_reads_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write("folder", tmp_path / "set", 1)
-    monkeypatch.setattr(content_checksums, "is_settled", lambda stamp: any(stamp))
+    monkeypatch.setattr(content_checksums, "is_settled", lambda stamps, now: stamps.any(-1))
     first = open_source(path)
     assert first.fingerprint
 
@@ -175,6 +179,7 @@ def test_second_pass_reads_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise AssertionError(f"{path} was read again")
 
     monkeypatch.setattr(content_checksums, "hash_path", refuse)
+    monkeypatch.setattr(content_checksums, "hash_unchanged", lambda path, stamp: refuse(path))
     assert open_source(path).fingerprint == first.fingerprint
     shutil.move(path, tmp_path / "moved")  # inodes and times stay
     assert open_source(tmp_path / "moved").fingerprint == first.fingerprint
@@ -186,10 +191,34 @@ def test_recently_changed_files_are_hashed_again(tmp_path: Path) -> None:
     assert (FileHashes(path, ["a/0.bmp"]).rows["stamp"] == b"").all()
 
 
+def test_file_changed_shortly_before_a_long_pass_is_hashed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have changed again right after it was read, long before the pass ended."""
+    monkeypatch.setattr(content_checksums, "devices_in_memory", frozenset)
+    path, late = write("folder", tmp_path / "set", 1), time.time() + 60
+    hash_unchanged = content_checksums.hash_unchanged
+
+    def slowly(path: str, stamp: Sequence[int]) -> bytes | None:
+        monkeypatch.setattr(content_checksums, "time", SimpleNamespace(time=lambda: late))
+        return hash_unchanged(path, stamp)
+
+    monkeypatch.setattr(content_checksums, "hash_unchanged", slowly)
+    assert (FileHashes(path, ["a/0.bmp"]).rows["stamp"] == b"").all()
+
+
+def test_file_that_changes_after_it_was_listed_has_the_hash_of_its_new_content(tmp_path: Path) -> None:
+    path = Path(write("folder", tmp_path / "set", 1)) / "a" / "0.bmp"
+    stamp = np.array([stamp_at(str(path))], np.int64)
+    path.write_bytes(b"longer than before" + path.read_bytes())
+    (row,) = FileHashes(path.parent, [path.name], stamp).rows
+    assert row["hash"].tobytes() == xxh3_128_digest(path.read_bytes())
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not tell who writes")
 def test_array_written_through_mapped_memory_is_hashed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two writes to a mapped page, the second changes no time."""
-    monkeypatch.setattr(content_checksums, "is_settled", lambda stamp: any(stamp))
+    monkeypatch.setattr(content_checksums, "is_settled", lambda stamps, now: stamps.any(-1))
     path = write("npy", tmp_path / "set", 1)
     mapped = np.load(path, mmap_mode="r+")
     found = set()
@@ -224,7 +253,7 @@ def test_hash_of_a_file_dated_in_the_future_is_recorded(tmp_path: Path, monkeypa
 def test_damaged_table_of_hashes_is_made_again(
     own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(content_checksums, "is_settled", lambda stamp: any(stamp))
+    monkeypatch.setattr(content_checksums, "is_settled", lambda stamps, now: stamps.any(-1))
     path = write("folder", tmp_path / "set", 1)
     expected = open_source(path).fingerprint
     (table,) = own_cache.glob("hashes/*/rows.npy")
@@ -237,7 +266,7 @@ def test_damaged_table_of_hashes_is_made_again(
 
 
 def test_table_of_hashes_is_bounded(own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(content_checksums, "is_settled", lambda stamp: any(stamp))
+    monkeypatch.setattr(content_checksums, "is_settled", lambda stamps, now: stamps.any(-1))
     monkeypatch.setattr(content_checksums, "MAX_ROWS", COUNT + 2)
     for seed in range(3):
         assert open_source(write("folder", tmp_path / f"set{seed}", seed)).fingerprint

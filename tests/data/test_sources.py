@@ -133,7 +133,7 @@ def test_listing_of_a_long_tar_is_cached(folder: Path, tmp_path: Path, monkeypat
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
         archive.add(folder, ".")
     monkeypatch.setattr("anechoic.data.archives.CACHE_LISTINGS_FROM", 1)
-    monkeypatch.setattr("anechoic.data.archives.is_settled", any)
+    monkeypatch.setattr("anechoic.data.archives.is_settled", lambda stamp, now: stamp.any())
     open_source(tmp_path / "a.tar")
     with monkeypatch.context() as patch:
         patch.setattr(tarfile, "open", None)

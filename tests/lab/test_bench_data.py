@@ -40,13 +40,14 @@ def test_bench_data_reports_rows_and_versions(monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.setattr(bench_data, "BATCH", 8)
     monkeypatch.setattr(bench_data, "MADE_UP_JPEGS", 20)
     monkeypatch.setattr(bench_data, "MADE_UP_SMALL", 200)
+    monkeypatch.setattr(bench_data, "IDENTIFIED_FILES", 30)
     assert main(["bench", "data", "--rounds", "1", "--json"]) == 0
     metrics = json.loads(capsys.readouterr().out)["metrics"]
     assert all(set(item) >= KEYS and item["benchmark"] == "data" for item in metrics["rows"])
     assert all(item["ours"] > 0 and item["peer"] > 0 for item in metrics["rows"])
     decoders = [item["work"].rsplit(", ", 1)[1] for item in metrics["rows"][:-1]]
     assert decoders[0] == "decoded by Pillow"
-    assert decoders[-3:] == ["from the cache", "all files hashed", "hashes known"]
+    assert decoders[-5:] == ["from the cache", *2 * ["all files hashed", "hashes known"]]
     assert metrics["peers"]["pillow"]
 
 
