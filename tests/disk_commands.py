@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tiny_pages import picture
 from tiny_runs import tiny_config, write_run
+from zoo import tiny_vae
 
 from anechoic.config import DataConfig, ModelConfig, ObjectiveConfig, SaveConfig, ValidationConfig
 from anechoic.training.loop import fit
@@ -20,16 +21,22 @@ COMMANDS = {
     "export": "export RUN --to timm -o out/exported",
     "import": "import EXPORTED -o out/imported",
     "shard": "tools shard PHOTOS -o out/shards",
+    "encode-latents": "tools encode-latents PHOTOS --vae VAE --image-size 16 -o out/latents",
     "report": "report TRAINED --samples 60 -o out/report.html",
     "sample": "sample DENOISER --num 2 --steps 2 -o out/samples",
     "frechet": "frechet digits:test digits:train --extractor digits --num 300 --save-reference out/digits.npz",
+    "evaluate": "evaluate TRAINED digits:test --limit 60 --metrics rank --figures out/figures",
     "train": "train pocket_mae_digits --out out/run --model.options dim=16 depth=2 num_heads=2 --optim.epochs None"
     " --optim.samples 256 --optim.batch-size 64 --save.every 128",
+    "finetune": "finetune TRAINED digits:train --limit 128 --out out/run --epochs 2 --batch-size 32 --seed 3"
+    " --devices 1",
+    "sweep": "sweep pocket_mae_digits --out out/sweep --jobs 1 --fix model.options.depth 2"
+    " --fix optim.epochs None --fix optim.samples 128 --fix optim.batch_size 64 --vary shortcut.alpha_min 0.6 1.0",
     "pretrain": f"pretrain PHOTOS --out out/run --model mae_tiny_patch4 --model-options dim=16 depth=2 num_heads=2"
     f" decoder_dim=16 decoder_depth=1 decoder_num_heads=2 --image-size 16 --epochs 2 --batch-size 4 --knn 0 {TINY}",
 }
 # What a killed or refused command leaves here is continued by the same command.
-RESUMED = ("train", "pretrain", "embed parts")
+RESUMED = ("train", "pretrain", "finetune", "sweep", "embed parts")
 
 
 def make_places(folder: Path) -> dict[str, str]:
@@ -46,12 +53,13 @@ def make_places(folder: Path) -> dict[str, str]:
         tiny_config(model=ModelConfig("uvit_small", options), data=data, objective=objective, **quiet),
         folder / "denoiser",
     )
+    tiny_vae(scaling_factor=0.5).save_pretrained(folder / "vae")
     run = write_run(folder / "run")
     from anechoic.cli.main import main
 
     assert main(["export", str(run), "--to", "timm", "-o", str(folder / "exported")]) == 0
-    names = {"PHOTOS": "photos", "TRAINED": "trained", "DENOISER": "denoiser", "EXPORTED": "exported", "RUN": "run"}
-    return {word: str(folder / name) for word, name in names.items()}
+    words = ("PHOTOS", "TRAINED", "DENOISER", "EXPORTED", "VAE", "RUN")
+    return {word: str(folder / word.lower()) for word in words}
 
 
 def words_of(command: str, places: dict[str, str]) -> list[str]:

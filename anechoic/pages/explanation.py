@@ -24,6 +24,7 @@ from anechoic.eval.projections import eigenvector_colors, tsne
 from anechoic.eval.reconstruction import reconstructions, reconstructs, to_pixels
 from anechoic.index.collection import sampled
 from anechoic.pages import figures
+from anechoic.storage.files import write_into
 
 CURVES = {
     "rank_rows": "effective rank",
@@ -34,7 +35,12 @@ QUERIES, NEIGHBORS, CLASSES, POINTS = 6, 5, 10, 2000
 
 
 def draw_all(subject: Subject, rows: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
-    """Every picture that the encoder and the data allow; rows: those of the encoder."""
+    """Write every picture that the encoder and the data allow, or none; rows: those of the encoder."""
+    with write_into(folder) as new:
+        return [folder / path.name for path in _draw_each(subject, rows, new)]
+
+
+def _draw_each(subject: Subject, rows: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
     encoder, seed = subject.encoder, subject.spec.seed
     assert subject.test is not None
     vectors, labels = list(subject.sets.values())[-1], subject.labels

@@ -18,6 +18,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from anechoic.errors import UserError
+from anechoic.storage.files import write_together
 
 P = ParamSpec("P")
 
@@ -41,11 +42,12 @@ def save(figure: Figure, path: str | Path) -> list[Path]:
     """Write path.png and path.svg; the same figure has the same bytes."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    png, svg = path.parent / f"{path.name}.png", path.parent / f"{path.name}.svg"
+    paths = [path.parent / f"{path.name}.png", path.parent / f"{path.name}.svg"]
     FigureCanvasAgg(figure)
-    figure.savefig(png, dpi=150, bbox_inches="tight", metadata={"Software": None})
-    figure.savefig(svg, bbox_inches="tight", metadata={"Date": None, "Creator": None})
-    return [png, svg]
+    with write_together(paths) as (png, svg):
+        figure.savefig(png, dpi=150, bbox_inches="tight", metadata={"Software": None})
+        figure.savefig(svg, bbox_inches="tight", metadata={"Date": None, "Creator": None})
+    return paths
 
 
 def styled(draw: Callable[P, list[Path]]) -> Callable[P, list[Path]]:

@@ -84,6 +84,24 @@ def write_together(paths: Sequence[Path]) -> Iterator[list[Path]]:
         raise
 
 
+@contextmanager
+def write_into(folder: Path) -> Iterator[Path]:
+    """Yield an empty directory; all its files are moved to `folder`, beside what is there, when the block succeeds."""
+    temporary = _beside(folder, NEW)
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        made = sorted(temporary.iterdir())
+        for file in made:
+            flush(file)
+        make_folder(folder)
+        for file in made:
+            os.replace(file, folder / file.name)
+        flush(folder)
+    finally:
+        _delete(temporary)
+
+
 def _beside(path: Path, prefix: str) -> Path:
     return path.with_name(f"{prefix}{uuid.uuid4().hex[:8]}-{path.name}")
 
