@@ -79,9 +79,8 @@ def sweep(
         raise UserError(f"{twice[0]} is both fixed and varied: give it to --fix or to --vary.")
     base = replace(recipe_by_name(recipe), threads=1, devices=1)
     base = with_settings(base, {name: parsed(value) for name, value in fix})
-    if base.optim.samples is None:
-        base = with_samples(base, root)
-    trials = combinations(base, grid, seeds=range(seeds), evaluation=EvalPlan(str(data or ""), str(test or "")))
+    planned = combinations(base, grid, seeds=range(seeds), evaluation=EvalPlan(str(data or ""), str(test or "")))
+    trials = [replace(trial, config=with_samples(trial.config, root)) for trial in planned]
     folders = Folders(Path(out) / "records", Path(out) / "runs", root)
     if dry_run:
         return plan_trials(trials, folders, jobs)
@@ -113,6 +112,8 @@ def with_samples(config: Config, root: Path) -> Config:
     from anechoic.data import open_source
     from anechoic.sweeps.trial import located
 
+    if config.optim.samples is not None:
+        return config
     size = len(open_source(located(config.data.source, root), channels=config.data.channels, pixels=config.data.pixels))
     held = default_holdout(size) if config.data.holdout is None else config.data.holdout
     return replace(config, optim=replace(config.optim, epochs=None, samples=budget(config.optim, size - held)))

@@ -100,6 +100,13 @@ def test_a_wrong_setting_is_refused_with_one_sentence(values, words):
     assert "\n" not in str(problem.value)
 
 
+def test_a_budget_of_one_kind_replaces_the_other():
+    by_epochs = with_settings(tiny(), {"optim.epochs": 2})
+    assert (by_epochs.optim.epochs, by_epochs.optim.samples) == (2, None)
+    by_samples = with_settings(by_epochs, {"optim.samples": 640})
+    assert (by_samples.optim.epochs, by_samples.optim.samples) == (None, 640)
+
+
 def test_settings_of_the_base_are_not_touched():
     base = tiny()
     with_settings(base, {"model.options.depth": 7})
