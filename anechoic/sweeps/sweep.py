@@ -93,7 +93,13 @@ def seeded(variant: str, config: Config, evaluation: EvalPlan, seeds: Sequence[i
 
 
 def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
-    """Replace settings such as shortcut.alpha_min or model.options.depth; UserError for an unknown name."""
+    """Replace settings such as shortcut.alpha_min or model.options.depth; UserError for an unknown name.
+
+    optim.samples replaces optim.epochs, and the other way around.
+    """
+    for name, other in (("optim.samples", "optim.epochs"), ("optim.epochs", "optim.samples")):
+        if values.get(name) is not None:
+            values = {other: None, **values}
     plain = copy.deepcopy(to_json(config))
     known = [name for name, _ in settings(config)]
     for name, value in values.items():

@@ -42,7 +42,7 @@ class EvalPlan(Section):
     train: str = ""
     """labeled images that vote and fit"""
     test: str = ""
-    """labeled images to classify"""
+    """labeled images to classify; empty: a fifth of the train images, held out"""
     max_train: Count = 10_000
     """maximum number of train images, evenly spaced"""
     max_test: Count = 10_000

@@ -106,6 +106,14 @@ def test_settings_of_the_base_are_not_touched():
     assert base == tiny()
 
 
+def test_samples_replace_epochs_and_the_other_way_around():
+    base = tiny(optim=OptimConfig(batch_size=16, epochs=3.0))
+    assert with_settings(base, {"optim.samples": 64}).optim == replace(base.optim, epochs=None, samples=64)
+    assert with_settings(tiny(), {"optim.epochs": 2}).optim == replace(tiny().optim, epochs=2.0, samples=None)
+    both = with_settings(base, {"optim.samples": None, "optim.epochs": 2})
+    assert both.optim == replace(base.optim, epochs=2.0)
+
+
 def test_cells_of_the_same_name_are_refused(tmp_path):
     trials = vary(tiny(), {"shortcut.alpha_min": [0.6, 0.6]}, seeds=(0,), evaluation=EVALUATION)
     with pytest.raises(UserError, match="Two trials of this sweep have the same name"):
