@@ -137,6 +137,7 @@ def test_without_test_data_a_fifth_of_the_train_images_is_held_out(tmp_path):
     metrics = run_trial(trial, tmp_path / "run", root=tmp_path)["metrics"]
     tested = round(0.2 * len(open_source("digits:test", channels=1)))
     assert is_accuracy(metrics["knn_mean"], tested=tested)
+    assert metrics["knn_mean"] > 20
 
 
 # ---- an encoder, all that its evaluation can do
