@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -275,12 +276,13 @@ def main(arguments: list[str]) -> None:
     """python -m anechoic.sweeps.trial TRIAL.json RUN_DIR RECORD.json DATA_ROOT: what a sweep starts for each trial."""
     exit_when_parent_exits()
     trial_file, run_dir, record_file, root = map(Path, arguments)
-    record = run_trial(trial_from_json(read_record(trial_file)), run_dir, root=root)
+    try:
+        record = run_trial(trial_from_json(read_record(trial_file)), run_dir, root=root)
+    except UserError as error:
+        sys.exit(str(error))
     record_file.parent.mkdir(parents=True, exist_ok=True)
     write_json(record_file, record)
 
 
 if __name__ == "__main__":
-    import sys
-
     main(sys.argv[1:])

@@ -153,6 +153,7 @@ def test_a_failing_cell_is_retried_once_and_reported_and_the_others_finish(swept
     assert progress.skipped == []
     assert list(progress.failed) == ["broken-seed0"]
     assert "broken.npz" in progress.failed["broken-seed0"]
+    assert "anechoic.errors" not in progress.failed["broken-seed0"]
     assert not folders.record(trials["broken"]).exists()
     assert ATTEMPTS == 2
     log = (folders.run(trials["broken"]) / "log.txt").read_text()
