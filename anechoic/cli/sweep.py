@@ -17,7 +17,7 @@ from anechoic.outcome import Outcome
 if TYPE_CHECKING:
     from anechoic.config import Config
     from anechoic.sweeps.sweep import Folders
-    from anechoic.sweeps.trial import Trial
+    from anechoic.sweeps.trial import EvalPlan, Trial
 
 Varied = Annotated[Sequence[Sequence[str]], tyro.conf.UseAppendAction]
 Fixed = Annotated[Sequence[tuple[str, str]], tyro.conf.UseAppendAction]
@@ -40,15 +40,16 @@ def sweep(
 ) -> Outcome:
     """Train a recipe for every combination of settings and seeds, and evaluate what it learned.
 
-    DATA and --test are labeled images for the evaluation; without them only the training itself is recorded. A record
-    of each trial is written to OUT/records, its run to OUT/runs. The same command resumes: it skips finished trials and
-    retries failed ones.
+    A recipe trains on its own data; --fix data.source PHOTOS trains on yours. DATA and --test are labeled images for
+    the evaluation; without DATA only the training itself is recorded. A record of each trial is written to OUT/records,
+    its run to OUT/runs. The same command resumes: it skips finished trials and retries failed ones.
 
     Example: anechoic sweep pocket_mae_digits digits:train --test digits:test --vary shortcut.alpha_min 0.6 1.0
         --seeds 3 --out runs/alpha
 
     Args:
         recipe: a name that `anechoic list recipes` lists.
+        data: labeled images for the evaluation; training does not read them.
         vary: a setting and its values, such as shortcut.alpha_min 0.5 0.6 or model.options.depth 4 8; may be repeated.
         fix: a setting and its one value in every trial, such as optim.samples 20000; may be repeated.
         seeds: number of seeds, counted from 0.
@@ -64,8 +65,8 @@ def sweep(
     from anechoic.sweeps.trial import EvalPlan
 
     check_counts(seeds, jobs)
-    if (data is None) != (test is None):
-        raise UserError("An evaluation needs labeled images to fit and others to test on: give both DATA and --test.")
+    if data is None and test is not None:
+        raise UserError("--test is what an evaluation tests on: give DATA, the labeled images it fits to, too.")
     root = find_data_root(data_root)
     grid = {}
     for name, *values in vary:
@@ -79,8 +80,9 @@ def sweep(
         raise UserError(f"{twice[0]} is both fixed and varied: give it to --fix or to --vary.")
     base = replace(recipe_by_name(recipe), threads=1, devices=1)
     base = with_settings(base, {name: parsed(value) for name, value in fix})
-    planned = combinations(base, grid, seeds=range(seeds), evaluation=EvalPlan(str(data or ""), str(test or "")))
-    trials = [replace(trial, config=with_samples(trial.config, root)) for trial in planned]
+    plan = EvalPlan(str(data or ""), str(test or ""))
+    check_evaluation(plan, base, root)
+    trials = with_samples(combinations(base, grid, seeds=range(seeds), evaluation=plan), root)
     folders = Folders(Path(out) / "records", Path(out) / "runs", root)
     if dry_run:
         return plan_trials(trials, folders, jobs)
@@ -104,19 +106,39 @@ def parsed(word: str) -> Any:
         return word
 
 
-def with_samples(config: Config, root: Path) -> Config:
-    """Return the config with its budget in samples, which an estimate of time needs, instead of epochs."""
+def check_evaluation(plan: EvalPlan, config: Config, root: Path) -> None:
+    """Refuse missing or unlabeled data before anything is trained."""
+    from anechoic.eval.eval_data import open_eval_data
+    from anechoic.sweeps.batch import check_source
+    from anechoic.sweeps.trial import located
+
+    for source in (plan.train, plan.test):
+        check_source(source, root)
+    if plan.train:
+        test = located(plan.test, root) or None
+        open_eval_data(located(plan.train, root), test, channels=config.data.channels, pixels=config.data.pixels)
+
+
+def with_samples(trials: Sequence[Trial], root: Path) -> list[Trial]:
+    """Return the trials with their budgets in samples, which an estimate of time needs, instead of epochs."""
     from dataclasses import replace
 
     from anechoic.config import budget, default_holdout
     from anechoic.data import open_source
     from anechoic.sweeps.trial import located
 
-    if config.optim.samples is not None:
-        return config
-    size = len(open_source(located(config.data.source, root), channels=config.data.channels, pixels=config.data.pixels))
-    held = default_holdout(size) if config.data.holdout is None else config.data.holdout
-    return replace(config, optim=replace(config.optim, epochs=None, samples=budget(config.optim, size - held)))
+    sizes: dict[str, int] = {}
+    found = []
+    for trial in trials:
+        data, optim = trial.config.data, trial.config.optim
+        if optim.samples is None:
+            if repr(data) not in sizes:
+                source = open_source(located(data.source, root), channels=data.channels, pixels=data.pixels)
+                held = default_holdout(len(source)) if data.holdout is None else data.holdout
+                sizes[repr(data)] = len(source) - held
+            optim = replace(optim, epochs=None, samples=budget(optim, sizes[repr(data)]))
+        found.append(replace(trial, config=replace(trial.config, optim=optim)))
+    return found
 
 
 def summary(trials: Sequence[Trial], folders: Folders) -> str:
@@ -133,4 +155,5 @@ def summary(trials: Sequence[Trial], folders: Folders) -> str:
     rows = [
         [variant, *(str(records.mean(variant, key)) for key in keys), records.count(variant)] for variant in variants
     ]
-    return text_table(["variant", *(key.rpartition(".")[2] for key in keys), "seeds"], rows)
+    table = text_table(["variant", *(key.rpartition(".")[2] for key in keys), "seeds"], rows)
+    return f"{table}\nMeans over seeds ± 95 % intervals; accuracies (knn, probe) in percent."

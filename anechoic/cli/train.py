@@ -61,12 +61,21 @@ def train(
 
 
 def with_recipe_options(config: Config) -> Config:
-    """Return the config with the recipe's options, to which those of the command line add."""
+    """Return the config with the recipe's options, to which those of the command line add.
+
+    optim.samples replaces the recipe's optim.epochs, and the other way around.
+    """
     if config.recipe not in table():
         return config
     base = recipe_by_name(config.recipe)
+    samples, epochs = config.optim.samples, config.optim.epochs
+    if samples is not None and base.optim.samples is None and epochs == base.optim.epochs:
+        epochs = None
+    elif epochs is not None and base.optim.epochs is None and samples == base.optim.samples:
+        samples = None
     return replace(
         config,
+        optim=replace(config.optim, samples=samples, epochs=epochs),
         model=replace(config.model, options={**base.model.options, **config.model.options}),
         objective=replace(config.objective, options={**base.objective.options, **config.objective.options}),
     )

@@ -46,7 +46,7 @@ def settings_of(plan: EvalPlan, *, seed: int) -> dict[str, Any]:
 def evaluate_encoder(run_dir: Path, plan: EvalPlan, *, seed: int) -> dict[str, Any]:
     """Return k-NN, rank and norm of every layer and token, probes of the last, k-NN at the kept checkpoints."""
     encoder = run_encoder(run_dir)
-    eval_data = open_eval_data(plan.train, plan.test, channels=encoder.channels, pixels=encoder.pixels)
+    eval_data = open_eval_data(plan.train, plan.test or None, channels=encoder.channels, pixels=encoder.pixels)
     poolings: tuple[Pooling, ...] = tuple(p for p in ("class", "mean") if p in encoder.poolings)
     common = settings_of(plan, seed=seed) | {"poolings": poolings}
     votes = ("knn", "knn_standardized", *(["knn_whitened"] if plan.whitened else []))
@@ -165,7 +165,7 @@ def evaluate_checkpoint(path: Path, eval_data: EvalData, spec: EvalSpec) -> dict
 def evaluate_classifier(run_dir: Path, plan: EvalPlan, *, seed: int) -> dict[str, Any]:
     """Return the test accuracy of the trained head, and the effective rank of every layer's mean token."""
     encoder = run_encoder(run_dir)
-    eval_data = open_eval_data(plan.train, plan.test, channels=encoder.channels, pixels=encoder.pixels)
+    eval_data = open_eval_data(plan.train, plan.test or None, channels=encoder.channels, pixels=encoder.pixels)
     spec = EvalSpec(("accuracy", "rank"), layers="all", poolings=("mean",), **settings_of(plan, seed=seed))
     found = Evaluator(spec, cached=False).run(encoder, eval_data)
     return {"accuracy": 100 * found.network["accuracy"], "layers": {"mean": ranks_by_layer(found, "mean")}}
@@ -212,7 +212,7 @@ def probe_denoiser(run_dir: Path, plan: EvalPlan, *, seed: int) -> dict[str, Any
     from anechoic.runtime.devices import pick_device
 
     denoiser = open_noisy(run_dir, device=pick_device("auto"))
-    eval_data = open_eval_data(plan.train, plan.test, channels=denoiser.channels, pixels=denoiser.pixels)
+    eval_data = open_eval_data(plan.train, plan.test or None, channels=denoiser.channels, pixels=denoiser.pixels)
     common = settings_of(plan, seed=seed)
     every = EvalSpec(("probe",), layers="all", noise=plan.noise, **common)
     subjects = dict(zip(plan.noise, Evaluator(every, cached=False).subjects(denoiser, eval_data), strict=True))

@@ -95,12 +95,12 @@ def seeded(variant: str, config: Config, evaluation: EvalPlan, seeds: Sequence[i
 def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
     """Replace settings such as shortcut.alpha_min or model.options.depth; UserError for an unknown name.
 
-    A budget in samples replaces one in epochs, and the other way round.
+    optim.samples replaces optim.epochs, and the other way around.
     """
+    for name, other in (("optim.samples", "optim.epochs"), ("optim.epochs", "optim.samples")):
+        if values.get(name) is not None:
+            values = {other: None, **values}
     plain = copy.deepcopy(to_json(config))
-    for given, other in (("samples", "epochs"), ("epochs", "samples")):
-        if values.get(f"optim.{given}") is not None and f"optim.{other}" not in values:
-            plain["optim"][other] = None
     known = [name for name, _ in settings(config)]
     for name, value in values.items():
         *sections, last = name.split(".")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,7 +43,7 @@ class EvalPlan(Section):
     train: str = ""
     """labeled images that vote and fit"""
     test: str = ""
-    """labeled images to classify"""
+    """labeled images to classify; empty: a fifth of the train images, held out"""
     max_train: Count = 10_000
     """maximum number of train images, evenly spaced"""
     max_test: Count = 10_000
@@ -277,12 +278,13 @@ def main(arguments: list[str]) -> None:
     """python -m anechoic.sweeps.trial TRIAL.json RUN_DIR RECORD.json DATA_ROOT: what a sweep starts for each trial."""
     exit_when_parent_exits()
     trial_file, run_dir, record_file, root = map(Path, arguments)
-    record = run_trial(trial_from_json(read_record(trial_file)), run_dir, root=root)
+    try:
+        record = run_trial(trial_from_json(read_record(trial_file)), run_dir, root=root)
+    except UserError as error:
+        sys.exit(str(error))
     record_file.parent.mkdir(parents=True, exist_ok=True)
     write_json(record_file, record)
 
 
 if __name__ == "__main__":
-    import sys
-
     main(sys.argv[1:])

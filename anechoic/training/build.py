@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -29,14 +30,22 @@ from anechoic.training.optim import match_scales, parameter_groups
 
 
 def open_data(config: Config) -> Source:
-    """Open the run's source; with labels only if they are used."""
+    """Open the run's source; with labels only if they are used. A k-NN validation does without where there are none."""
     data = config.data
     if not data.source:
         raise UserError("No data is given: name it with --data.source.")
-    labels = data.labels or config.validation.knn > 0 or needs_labels(config)
-    if is_latents(data.source):
-        return Latents(data.source, labels=labels)
-    return open_source(data.source, labels=labels, channels=data.channels, pixels=data.pixels, size=data.image_size)
+
+    def opened(labels: bool) -> Source:
+        if is_latents(data.source):
+            return Latents(data.source, labels=labels)
+        return open_source(data.source, labels=labels, channels=data.channels, pixels=data.pixels, size=data.image_size)
+
+    if data.labels or needs_labels(config):
+        return opened(True)
+    if config.validation.knn:
+        with suppress(UserError):  # no labels, or no data, which is reported below
+            return opened(True)
+    return opened(False)
 
 
 def make_loader(

@@ -161,9 +161,10 @@ def make_validator(
     def read(part: Source) -> InMemory:
         return InMemory.of(part, image_size=config.data.image_size, seed=config.seed)
 
+    num_votes = 0 if source.labels is None else config.validation.knn
     held_out, votes = (
         read(Subset(source, indices)) if len(indices) else None
-        for indices in (held_out_indices, train_indices[: config.validation.knn])
+        for indices in (held_out_indices, train_indices[:num_votes])
     )
     assert held_out is not None, "a run without held-out samples has no validation"
     if labeled is not None:

@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+from PIL import Image
 
 from anechoic.cli.main import main
 from anechoic.config import differences
@@ -14,7 +15,7 @@ from anechoic.recipes import recipe
 from anechoic.storage.files import write_json
 from anechoic.sweeps.batch import refuse_failures
 from anechoic.sweeps.sweep import Folders, vary
-from anechoic.sweeps.trial import EvalPlan, is_file
+from anechoic.sweeps.trial import EvalPlan, Trial, is_file
 from anechoic.training.build import check
 from anechoic_lab import catalog
 from anechoic_lab.paper import full, pocket
@@ -251,13 +252,33 @@ def test_missing_evaluation_data_is_refused_before_training(tmp_path):
         (("--vary", "shortcut.alpha_mni", 0.5), "did you mean shortcut.alpha_min?"),
         (("--vary", "shortcut.alpha_min", 3), "must be between"),
         (("--vary", "seed", 1, 2), "--seeds N"),
-        (("digits:train",), "give both DATA and --test"),
+        (("--test", "digits:test"), "give DATA"),
         (("fnord", "--test", "digits:test"), "There is no fnord in"),
     ],
 )
 def test_sweep_refuses_wrong_arguments(arguments, words, tmp_path):
     assert words in error_of("sweep", "pocket_mae_digits", *arguments, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("test", [(), ("--test", "digits:test")])
+def test_sweep_refuses_unlabeled_images_before_training(test, tmp_path):
+    (tmp_path / "photos").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "photos" / "a.png")
+    arguments = (tmp_path / "photos", *test, "--out", tmp_path / "out")
+    assert "make a folder per class" in error_of("sweep", "pocket_mae_digits", *arguments)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("setting", ["--fix", "--vary"])
+def test_sweep_over_samples_replaces_the_epochs_of_the_recipe(setting, tmp_path):
+    words = ("sweep", "pocket_mae_digits", setting, "optim.samples", 3200, "--dry-run", "--out", tmp_path)
+    code, out, err = cli(*words)
+    assert (code, "3,200" in out, "128,000" in out) == (0, True, False), err
+
+
+def test_sweep_without_test_data_is_planned(tmp_path):
+    assert cli("sweep", "pocket_mae_digits", "digits:train", "--dry-run", "--out", tmp_path)[0] == 0
 
 
 @pytest.mark.parametrize("words", [["sweep", "pocket_mae_digits", "--out"], ["reproduce", "table2", "--report"]])
@@ -326,7 +347,7 @@ def json_config(name):
     from anechoic.cli.sweep import with_samples
 
     config = replace(recipe(name), threads=1, devices=1)
-    return config if config.optim.samples is not None else with_samples(config, Path())
+    return with_samples([Trial("any-seed0", "any", config)], Path())[0].config
 
 
 def test_report_writes_pages_without_training(tmp_path):

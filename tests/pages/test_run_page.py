@@ -212,6 +212,14 @@ def test_the_estimate_is_that_of_the_whole_length(capsys):
     assert seconds_per_image(replace(resolved, optim=replace(resolved.optim, algorithm="muon"))) > 0
 
 
+def test_one_slow_update_does_not_change_the_estimated_time(monkeypatch):
+    from anechoic.training import timing
+
+    clock = iter([0.0, 90.0, *[100.0 + second for second in range(100)]])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
+    assert timing.timed_updates(config()) == 1 / config().optim.batch_size
+
+
 BASE = {"kind": "train", "seen": 64, "loss": 1.0, "seconds": 1.0}
 DAMAGED = [
     b"[]",

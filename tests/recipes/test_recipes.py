@@ -211,6 +211,15 @@ def test_mistakes(capsys, tmp_path, arguments, words):
     assert not (tmp_path / "run" / "config.json").exists()
 
 
+def test_samples_replace_the_epochs_of_a_recipe_and_the_other_way_around(capsys):
+    budgets = {"pocket_mae_digits": ("--optim.samples", "640"), "demo_mae": ("--optim.epochs", "2")}
+    for name, words in budgets.items():
+        code, out, err = run(capsys, "train", name, *words, "--dry-run")
+        assert code == 0, err
+        optim = json.loads(out)["optim"]
+        assert (optim["samples"], optim["epochs"]) in [(640, None), (None, 2.0)]
+
+
 def test_dry_run_prints_the_config_and_makes_nothing(capsys, tmp_path):
     out = tmp_path / "run"
     overrides = ["--shortcut.alpha-min", "0.7", "--model.options", "depth=3", "--optim.epochs", "2"]

@@ -100,17 +100,18 @@ def test_a_wrong_setting_is_refused_with_one_sentence(values, words):
     assert "\n" not in str(problem.value)
 
 
-def test_a_budget_of_one_kind_replaces_the_other():
-    by_epochs = with_settings(tiny(), {"optim.epochs": 2})
-    assert (by_epochs.optim.epochs, by_epochs.optim.samples) == (2, None)
-    by_samples = with_settings(by_epochs, {"optim.samples": 640})
-    assert (by_samples.optim.epochs, by_samples.optim.samples) == (None, 640)
-
-
 def test_settings_of_the_base_are_not_touched():
     base = tiny()
     with_settings(base, {"model.options.depth": 7})
     assert base == tiny()
+
+
+def test_samples_replace_epochs_and_the_other_way_around():
+    base = tiny(optim=OptimConfig(batch_size=16, epochs=3.0))
+    assert with_settings(base, {"optim.samples": 64}).optim == replace(base.optim, epochs=None, samples=64)
+    assert with_settings(tiny(), {"optim.epochs": 2}).optim == replace(tiny().optim, epochs=2.0, samples=None)
+    both = with_settings(base, {"optim.samples": None, "optim.epochs": 2})
+    assert both.optim == replace(base.optim, epochs=2.0)
 
 
 def test_cells_of_the_same_name_are_refused(tmp_path):
@@ -152,6 +153,7 @@ def test_a_failing_cell_is_retried_once_and_reported_and_the_others_finish(swept
     assert progress.skipped == []
     assert list(progress.failed) == ["broken-seed0"]
     assert "broken.npz" in progress.failed["broken-seed0"]
+    assert "anechoic.errors" not in progress.failed["broken-seed0"]
     assert not folders.record(trials["broken"]).exists()
     assert ATTEMPTS == 2
     log = (folders.run(trials["broken"]) / "log.txt").read_text()

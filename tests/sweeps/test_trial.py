@@ -135,6 +135,14 @@ def test_evenly_spaced_indices_cover_both_ends_once():
     assert (found[0], found[-1]) == (0, 49_999)
 
 
+def test_without_test_data_a_fifth_of_the_train_images_is_held_out(tmp_path):
+    trial = Trial("held-seed0", "held", tiny_mae(), EvalPlan("digits:test", probe=False))
+    metrics = run_trial(trial, tmp_path / "run", root=tmp_path)["metrics"]
+    tested = round(0.2 * len(open_source("digits:test", channels=1)))
+    assert is_accuracy(metrics["knn_mean"], tested=tested)
+    assert metrics["knn_mean"] > 20
+
+
 # ---- an encoder, all that its evaluation can do
 
 

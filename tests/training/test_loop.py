@@ -131,6 +131,16 @@ def test_the_run_directory(tmp_path):
     assert anechoic.load(tmp_path).preprocess == Preprocess((0.5,), (0.5,), 8, 1)
 
 
+def test_knn_validation_is_left_out_where_there_are_no_labels(tmp_path):
+    np.save(tmp_path / "unlabeled.npy", np.random.default_rng(0).integers(0, 256, (100, 8, 8), dtype=np.uint8))
+    config = tiny_config(steps=2, validation=ValidationConfig(every=BATCH, knn=50))
+    config = replace(config, data=replace(config.data, source=str(tmp_path / "unlabeled.npy")))
+    fit(config, tmp_path / "run")
+    (last,) = [record for record in read_metrics(tmp_path / "run") if record["seen"] == 2 * BATCH][-1:]
+    assert "held_out_loss" in last
+    assert "knn_accuracy" not in last
+
+
 def test_validation_records(tmp_path):
     """Looks at the start, on the way and at the end; a number per layer and per shortcut; the same when repeated."""
     config = tiny_config(steps=20, validation=ValidationConfig(every=10 * BATCH, report=10 * BATCH, knn=200))
