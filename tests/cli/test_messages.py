@@ -151,7 +151,7 @@ def test_message_starts_a_new_line_beside_a_progress_bar(monkeypatch):
 
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
-    with tqdm(total=10, file=screen, mininterval=0) as bar:
+    with tqdm(total=10, file=screen, mininterval=0, disable=False) as bar:
         bar.update(3)
         print_message("anechoic: something is wrong")
     before, _, after = screen.getvalue().partition("anechoic: something is wrong")
