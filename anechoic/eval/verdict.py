@@ -293,7 +293,7 @@ def advice_of(word: Word, signals: Signals, alpha_min: float | None) -> list[str
     if word == "plateaued":
         return ["Try more images, a larger model or a higher peak learning rate. More epochs alone will change little."]
     if word == "too short":
-        return ["Train longer (--epochs): the loss still falls, and this says little about the features at its end."]
+        return ["Train longer (--epochs): the loss still falls, and a network starts with poor features."]
     return ["Train longer (--epochs)."] if falling(signals) else []
 
 

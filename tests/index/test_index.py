@@ -582,7 +582,7 @@ def test_explore_refuses_one_image(run, tmp_path, capsys):
     (tmp_path / "one").mkdir()
     picture(0).save(tmp_path / "one" / "a.png")
     assert main(["explore", str(run), str(tmp_path / "one"), "-o", str(tmp_path / "x.html")]) == 2
-    assert "neighbors need two" in capsys.readouterr().err
+    assert "Neighbors need two images, and here is one" in capsys.readouterr().err
     assert not (tmp_path / "x.html").exists()
 
 
