@@ -28,6 +28,7 @@ def fake_metrics(rng):
         "precision",
         "recall",
         "accuracy",
+        "same_shape",
     ]
     of_layers = ("entropy", "knn", "knn_whitened", "retrieval", "retrieval_whitened", "entropy_centered")
     images = rng.random((4, 8, 8, 3))

@@ -31,7 +31,7 @@ COMMANDS = {
     "finetune": "finetune TRAINED digits:train --limit 128 --out out/run --epochs 2 --batch-size 32 --seed 3"
     " --devices 1",
     "sweep": "sweep pocket_mae_digits --out out/sweep --jobs 1 --fix model.options.depth 2"
-    " --fix optim.epochs None --fix optim.samples 128 --fix optim.batch_size 64 --vary shortcut.alpha_min 0.6 1.0",
+    " --fix optim.samples 128 --fix optim.batch_size 64 --vary shortcut.alpha_min 0.6",
     "pretrain": f"pretrain PHOTOS --out out/run --model mae_tiny_patch4 --model-options dim=16 depth=2 num_heads=2"
     f" decoder_dim=16 decoder_depth=1 decoder_num_heads=2 --image-size 16 --epochs 2 --batch-size 4 --knn 0 {TINY}",
 }

@@ -97,7 +97,9 @@ def sweep(
 
 
 def parsed(word: str) -> Any:
-    """Return a value of the command line: JSON where it is JSON, else text."""
+    """Return a value of the command line: JSON where it is JSON, none as other commands spell it, else text."""
+    if word in ("None", "none"):
+        return None
     try:
         return json.loads(word)
     except json.JSONDecodeError:

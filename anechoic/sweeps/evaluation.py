@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from anechoic.data import Subset, open_source
+from anechoic.errors import UserError
 from anechoic.eval.encoders import Encoder, baselines, flat, run_encoder
 from anechoic.eval.eval_data import EvalData, evenly, open_eval_data, split
 from anechoic.eval.evaluator import EvalSpec, Evaluation, Evaluator, Subject
@@ -77,6 +81,8 @@ def evaluate_encoder(run_dir: Path, plan: EvalPlan, *, seed: int) -> dict[str, A
         ]
     if plan.pictures:
         metrics["pictures"] = keep_pictures(encoder, subject, seed=seed)
+    if plan.same_shape:
+        metrics["same_shape"] = same_shape(encoder, plan)
     return metrics
 
 
@@ -257,6 +263,33 @@ def keep_pictures(encoder: Encoder, subject: Subject, *, seed: int) -> dict[str,
             "predictions": packed(predictions[:4]),
         },
     }
+
+
+def same_shape(encoder: Encoder, plan: EvalPlan) -> float:
+    """Return how often two patches of a scene's shape are more alike than one of them and one of the ground, in %."""
+    from anechoic.data.embedded import Scenes
+    from anechoic.eval.feature_cache import batches
+    from anechoic.eval.features import patch_maps
+
+    scenes = open_source(plan.test, channels=encoder.channels, pixels=encoder.pixels)
+    if not isinstance(scenes, Scenes):
+        raise UserError(f"Only scenes have masks, not {plan.test}: give scenes:test as test data, or same_shape 0.")
+    chosen = Subset(scenes, range(plan.same_shape))
+    maps = torch.cat([patch_maps(encoder.model, images).float() for images in batches(encoder, chosen, device="cpu")])
+    masks = torch.stack([scenes.mask(index) > 0 for index in range(plan.same_shape)]).float()
+    shapes = F.adaptive_avg_pool2d(masks, maps.shape[1]) > 0.5
+    return 100 * float(np.mean([triplets(one[shape], one[~shape]) for one, shape in zip(maps, shapes, strict=True)]))
+
+
+def triplets(shape: Tensor, ground: Tensor) -> float:
+    """Return the share of (a, b, c), a and b of shape (n, D) and c of ground (m, D), where a is nearer to b by cosine.
+
+    Ties count half; 0.5 where there are no two patches of the shape, or none of the ground.
+    """
+    shape, ground = F.normalize(shape, dim=1), F.normalize(ground, dim=1)
+    within = (shape @ shape.T)[~torch.eye(len(shape), dtype=torch.bool)].view(len(shape), -1, 1)
+    difference = within - (shape @ ground.T)[:, None, :]
+    return float((difference.sign().mean() + 1) / 2) if difference.numel() else 0.5
 
 
 def packed(values: np.ndarray) -> dict[str, Any]:

@@ -60,6 +60,8 @@ class EvalPlan(Section):
     """how the probe is fitted: converged, as the paper does on ImageNet-100, or as MAE does on ImageNet-1K"""
     pictures: bool = False
     """keep a map of the features, patch colors and reconstructions; for embedded data only"""
+    same_shape: Whole = 0
+    """number of test scenes for the measure of patches of one shape being alike"""
     probe_layers: tuple[int, ...] = ()
     """layers whose mean token is probed too"""
     checkpoints: bool = False

@@ -1,9 +1,10 @@
-"""The paper's tables of masked autoencoders where decay leads: Muon and 1,024,000 samples.
+"""The paper's tables of masked autoencoders where decay leads: Muon and 512,000 samples.
 
-The protocol is that of pocket.py, but for Muon at a peak learning rate of 2e-3, the length, one more alpha_min, and the
-evaluation of cifar_length.py: 10,000 training and 5,000 test images, raw and whitened. A network takes about 17 CPU
-minutes (1 core) on a fast machine. Measures were named before any of it was run: the linear probe and the whitened k-NN
-of the mean token.
+The protocol is that of pocket.py, but for Muon at the peak learning rate that k-NN on held-out training images chose
+for both arms (cifar-short-lr), the length, one more alpha_min, and the evaluation of cifar_length.py: 10,000 training
+and 5,000 test images, raw and whitened. A network takes about 6 CPU minutes (1 core). Measures were named before any of
+it was run: k-NN and linear probe with token, layer and scaling chosen on held-out training images, and the linear probe
+and the whitened k-NN of the mean token. Seeds are those that no choice used.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from anechoic_lab.grids import Grid, Row, Variant
+from anechoic_lab.grids import CHOSEN, Grid, Row, Variant
 from anechoic_lab.paper import pocket
 from anechoic_lab.paper.pocket import mae, mae_variants
 
-SAMPLES, LR = 1_024_000, 2e-3
+SAMPLES, LR = 512_000, 2e-3
 ALPHAS = (*pocket.ALPHAS, 0.4)
 GROUP = "mae-muon"
+FIRST_SEED = 40
+EVALUATION = replace(pocket.LONG_EVALUATION, selection=True)
+MEASURES = CHOSEN | pocket.LONG_PROBES
 
 
 def with_muon(grid: Grid) -> Grid:
@@ -30,14 +34,25 @@ def with_muon(grid: Grid) -> Grid:
         title=f"{grid.title} (Muon, {SAMPLES:,} samples)",
         group=GROUP,
         rows=[*grid.rows, *more],
-        metrics=pocket.LONG_PROBES if grid.metrics == pocket.PROBES else grid.metrics,
+        metrics=MEASURES if grid.metrics == pocket.PROBES else grid.metrics,
+        first_seed=FIRST_SEED,
     )
 
 
+# The headline: `reproduce cifar-fresh --seeds 5`.
+FRESH = replace(
+    with_muon(pocket.TABLE2),
+    name="cifar-fresh",
+    title=f"CIFAR-100: decayed against residual after {SAMPLES:,} samples, fresh seeds",
+    rows=[Row(f"Muon, alpha_min {alpha:g}", f"alpha{alpha:g}") for alpha in pocket.PAIR],
+)
 GROUPS: dict[str, Callable[[], dict[str, Variant]]] = {
-    GROUP: partial(mae_variants, partial(mae, algorithm="muon", samples=SAMPLES, lr=LR), pocket.LONG_EVALUATION, ALPHAS)
+    GROUP: partial(mae_variants, partial(mae, algorithm="muon", samples=SAMPLES, lr=LR), EVALUATION, ALPHAS)
 }
 GRIDS = {
     grid.name: grid
-    for grid in map(with_muon, (pocket.TABLE1, pocket.TABLE2, pocket.TABLE3A, pocket.TABLE3B, pocket.FIG5))
+    for grid in (
+        FRESH,
+        *map(with_muon, (pocket.TABLE1, pocket.TABLE2, pocket.TABLE3A, pocket.TABLE3B, pocket.FIG5)),
+    )
 }

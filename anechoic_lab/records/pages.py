@@ -254,19 +254,23 @@ def pictures_body(grid: Grid, records: Records, out: Path) -> list[str]:
 
 
 def picture_conclusion(grid: Grid, records: Records) -> list[str]:
-    """Return a sentence on which arm is ahead by k-NN, and by the loss where that is the claim."""
+    """Return a sentence on which arm is ahead by k-NN, and one on the measure of the claim."""
     residual, decayed = (records.mean(row.variant, "knn_mean") for row in grid.rows)
     if not (residual.n and decayed.n):
         return []
-    loss = ""
+    measured = ""
     if HELD_OUT_LOSS in grid.metrics:
         plain, ours = (records.mean(row.variant, HELD_OUT_LOSS).mean for row in grid.rows)
         word = "worse" if ours > plain else "better"
-        loss = f" With decay hidden patches are predicted {word} (loss {ours:.2f} against {plain:.2f})."
+        measured = f" With decay hidden patches are predicted {word} (loss {ours:.2f} against {plain:.2f})."
+    elif "same_shape" in grid.metrics:
+        plain, ours = (records.mean(row.variant, "same_shape").mean for row in grid.rows)
+        word = "less" if ours < plain else "more"
+        measured = f" With decay patches of one shape are {word} alike ({ours:.1f} against {plain:.1f} %; 50: chance)."
     first, second = sorted((("residual", residual.mean), ("decayed", decayed.mean)), key=lambda arm: -arm[1])
     return [
         f"In these short runs with AdamW the {first[0]} network is ahead by k-NN "
-        f"({first[1]:.1f} against {second[1]:.1f} %).{loss} Decay leads in longer runs: see the "
+        f"({first[1]:.1f} against {second[1]:.1f} %).{measured} Decay leads in longer runs: see the "
         "[scoreboard](README.md).",
         "",
     ]

@@ -152,7 +152,7 @@ def test_message_starts_a_new_line_beside_a_progress_bar(monkeypatch):
 
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
-    with tqdm(total=10, file=screen, mininterval=0) as bar:
+    with tqdm(total=10, file=screen, mininterval=0, disable=False) as bar:
         bar.update(3)
         print_message("anechoic: something is wrong")
     before, _, after = screen.getvalue().partition("anechoic: something is wrong")
@@ -255,6 +255,8 @@ def test_sweep_fixes_and_varies_settings(tmp_path, capsys):
     assert main([*words, "--fix", "optim.samples", "1280", "--fix", "optim.batch_size", "64", "--dry-run"]) == 0
     text = capsys.readouterr().out
     assert text.count(" 1,280 ") == 2
+    assert main([*words, "--vary", "optim.epochs", "1", "2", "--dry-run"]) == 0
+    assert capsys.readouterr().out.count(" 1,280 ") == 2
     error = sentence(capsys, *words, "--fix", "shortcut.alpha_min", "0.7", "--dry-run")
     assert "shortcut.alpha_min is both fixed and varied" in error
     assert "There is no setting optim.smaples" in sentence(capsys, *words, "--fix", "optim.smaples", "7", "--dry-run")

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from anechoic.cli.main import main
 from anechoic.config import (
@@ -24,6 +25,8 @@ from anechoic.config import (
 )
 from anechoic.data import open_source
 from anechoic.errors import UserError
+from anechoic.eval import features
+from anechoic.eval.encoders import run_encoder
 from anechoic.storage.files import read_json, write_json
 from anechoic.sweeps import evaluation
 from anechoic.sweeps.trial import EvalPlan, Trial, is_file, localized, located, rounded, run_trial, trial_from_json
@@ -184,6 +187,29 @@ def test_every_layer_and_token_of_an_encoder_is_evaluated(encoder):
     assert metrics["probe_mean"] > 30  # an almost untrained network classifies digits above chance, 10
     assert set(metrics["probe_layers"]) == {"0", "2"}  # there is no layer 9
     assert metrics["probe_layers"]["2"] == metrics["probe_mean"]
+
+
+@pytest.mark.slow
+def test_patches_of_a_shape_are_compared_with_its_mask(encoder, monkeypatch):
+    opened = run_encoder(encoder[2])
+    plan = replace(EVALUATION, test="scenes:test:8", same_shape=4)
+    scenes = open_source(plan.test)
+    masks = torch.stack([scenes.mask(index) > 0 for index in range(4)]).float()
+    known = (F.adaptive_avg_pool2d(masks, 16) > 0.5)[..., None].float()
+    noise = torch.randn(4, 16, 16, 64, generator=torch.Generator().manual_seed(0))
+    for maps, low, high in ((torch.cat([known, 1 - known], dim=-1), 100, 100), (noise, 45, 55), (known + 1, 50, 50)):
+        monkeypatch.setattr(features, "patch_maps", lambda model, images, maps=maps: maps)
+        assert low <= evaluation.same_shape(opened, plan) <= high
+    with pytest.raises(UserError, match="Only scenes have masks, not digits:test"):
+        evaluation.same_shape(opened, replace(plan, test="digits:test"))
+
+
+def test_triplets_of_patches_are_counted():
+    shape, ground = torch.tensor([[1.0, 0.0], [1.0, 1.0]]), torch.tensor([[1.0, 0.5], [1.0, -0.5], [-1.0, 0.0]])
+    # The two of the shape are at 45 degrees, those of the ground at 27 and 18, 27 and 72, 180 and 135.
+    assert evaluation.triplets(shape, ground) == pytest.approx((0 + 0 + 0 + 1 + 1 + 1) / 6)
+    assert evaluation.triplets(shape[:1], ground) == 0.5
+    assert evaluation.triplets(shape, ground[:0]) == 0.5
 
 
 @pytest.mark.slow
