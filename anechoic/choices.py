@@ -60,7 +60,7 @@ Centering = Literal["columns", "rows", "none"]
 ProbeProtocol = Literal["logistic", "in100", "mae"]
 CheckpointMetric = Literal["probe", "knn"]
 SearchEngine = Literal["auto", "torch", "faiss", "approximate"]
-VerdictWord = Literal["learning", "plateaued", "collapsed", "worse than raw pixels"]
+VerdictWord = Literal["learning", "plateaued", "collapsed", "too short", "worse than raw pixels"]
 
 # Weights
 ExportTarget = Literal["timm", "transformers", "hub-folder", "safetensors", "onnx", "torch-export"]

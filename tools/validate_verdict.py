@@ -157,7 +157,8 @@ def summed_up(points: list[dict[str, Any]], of_pixels: float) -> dict[str, Any]:
         by_run.setdefault(point["run"], []).append(point)
     ends = [found[-1] for found in by_run.values()]
     knn = [end["knn"] for end in ends]
-    said = [(end["verdict"] in ("worse than raw pixels", "collapsed"), end["knn"] < of_pixels) for end in points]
+    bad = ("worse than raw pixels", "too short", "collapsed")
+    said = [(end["verdict"] in bad, end["knn"] < of_pixels) for end in points]
     # How much k-NN still rose in the last third, against how much the loss still fell there.
     rises = [late_rise(found) for found in by_run.values()]
     return {

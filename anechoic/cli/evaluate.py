@@ -264,8 +264,10 @@ def neighbors(asked: tuple[int, ...], data: EvalData, *, holdout: float, samples
     """Return the numbers of neighbors asked for, else the usual ones that there are train samples for."""
     from anechoic.eval.metrics.knn import KS
 
-    train = len(data.test) - round(holdout * len(data.test)) if data.train is None else len(data.train)
+    train = len(data.test if data.train is None else data.train)
     train = min(train, samples or train)
+    if data.train is None:
+        train -= round(holdout * train)
     if asked and max(asked) > train:
         raise UserError(f"k = {max(asked)} is more than the {train} train samples; choose smaller --k.")
     return asked or tuple(k for k in KS if k <= train) or (train,)

@@ -69,12 +69,13 @@ def import_weights(
     }
     lines = [
         f"{checkpoint} is a {imported.kind}: {len(tensors)} tensors, {count:,} parameters; none missing or unexpected.",
-        f"Skipped, because the network needs no copy of it: {', '.join(imported.left_out) or 'nothing'}.",
         f"Wrote {out}.",
     ]
+    if imported.left_out:
+        lines.insert(1, f"Skipped, because the network needs no copy of it: {', '.join(imported.left_out)}.")
     if imported.assumed:
         guesses = ", ".join(f"{name} {value}" for name, value in imported.assumed.items())
-        lines.insert(2, f"Assumed, because neither the file nor an option has it: {guesses}.")
+        lines.insert(-1, f"Assumed, because neither the file nor an option has it: {guesses}.")
     if channels is not None:
         lines.insert(
             -1,

@@ -344,8 +344,14 @@ def print_warning(message: Warning | str, *rest: object, **more: object) -> None
 
 
 class Messages(logging.Handler):
+    """Print messages; one that repeats the last, as when the same data is opened again, is not printed again."""
+
+    last = ""
+
     def emit(self, record: logging.LogRecord) -> None:
-        print_message(f"anechoic: {record.getMessage()}")
+        before, self.last = self.last, record.getMessage()
+        if self.last != before:
+            print_message(f"anechoic: {self.last}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from anechoic.cli._command import training_command
 from anechoic.cli.options import Data, Devices, DryRun, ImageSize, Log, Out, PathLike, Seed, ValidationLabels, Workers
 from anechoic.cli.train import train_config
 from anechoic.config import Config, Options, budget, default_holdout, from_json
-from anechoic.outcome import Outcome, rough_duration
+from anechoic.outcome import Outcome, counted, rough_duration
 
 if TYPE_CHECKING:
     from anechoic.data import Source
@@ -148,12 +148,13 @@ def introduction(config: Config, source: Source, *, sized: bool) -> list[str]:
     options = ", ".join(f"{name} {value}" for name, value in config.model.options.items())
     machine = "a CPU" if not num_gpus() else "1 GPU" if devices == 1 else f"{devices} GPUs"
     return [
-        f"Pre-training on {described(config.data.source)}: {size:,} images without labels, {held_out:,} of them held "
-        "out.",
+        f"Pre-training on {described(config.data.source)}: {counted(size, 'image')} without labels, {held_out:,} of "
+        "them held out.",
         f"Model: {config.model.name}{f' ({options})' if options else ''} on images of {config.data.image_size} pixels"
         + (f", a size for {machine} and as many images; --model chooses another." if sized else "."),
-        f"Length: {samples:,} samples in {samples // config.optim.batch_size:,} updates of {config.optim.batch_size}, "
-        f"about {rough_duration(seconds)} with the machine as busy as it is now; --epochs changes it.",
+        f"Length: {counted(samples, 'sample')} in {counted(samples // config.optim.batch_size, 'update')} of "
+        f"{config.optim.batch_size}, about {rough_duration(seconds)} with the machine as busy as it is now; --epochs "
+        "changes it.",
     ]
 
 

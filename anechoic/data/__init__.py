@@ -106,6 +106,8 @@ def open_source(
     if isinstance(source, Source):
         return source
     prefix, rest = split_limit(source)
+    if not rest:
+        raise UserError("The name of the data is empty: give a folder, a file, or `.` for the current folder.")
     if prefix:
         whole = open_source(rest, labels=labels, channels=channels, pixels=pixels, size=size, seed=seed)
         found = first_of(whole, int(prefix.split(":")[1]))

@@ -181,13 +181,14 @@ def compute(encoder: Encoder, source: Source, wanted: Sequence[Key], entry: Open
 
 
 class Unfinished:
-    """A pass in progress: a table per set of features, allocated for all images, and a journal of the rows on disk.
+    """A pass in progress: a table per set of features, allocated for all images, and a journal of the rows on disk and
+    of skipped images.
 
     It starts again if the journal is of another pass, or the rows are not those of the journal.
     """
 
     def __init__(self, folder: Path, encoder: Encoder, source: Source, wanted: Sequence[Key], *, device: str) -> None:
-        self.folder, self.total = folder, len(source)
+        self.folder, self.source, self.total = folder, source, len(source)
         self.widths = {key: encoder.widths[key[0]] for key in wanted}
         # Another device computes other last bits, in batches of another size.
         self.device = pick_device(device).type
@@ -220,10 +221,14 @@ class Unfinished:
             if journal["about"] != self.about or journal["total"] != self.total:
                 return False
             self.position, self.rows, self.crc = journal["position"], journal["rows"], journal["crc"]
+            skipped = [(str(name), str(why)) for name, why in journal["skipped"]]
             tables = {name: np.load(self.folder / name, mmap_mode="r") for name in self.shapes()}
-            return all(rows_crc(table, 0, self.rows) == self.crc[name] for name, table in tables.items())
+            intact = all(rows_crc(table, 0, self.rows) == self.crc[name] for name, table in tables.items())
         except (OSError, ValueError, KeyError, TypeError):  # a UserError is a ValueError
             return False
+        if intact:
+            self.source.add_skipped(skipped)
+        return intact
 
     def add(self, ids: np.ndarray) -> None:
         """Record that these images are in the tables."""
@@ -243,7 +248,7 @@ class Unfinished:
             release(table)
         self.marked, self.marked_at = self.rows, time.monotonic()
         state = {"about": self.about, "total": self.total, "position": self.position, "rows": self.rows}
-        write_json(self.folder / JOURNAL, sealed({**state, "crc": self.crc}))
+        write_json(self.folder / JOURNAL, sealed({**state, "crc": self.crc, "skipped": list(self.source.skipped)}))
 
     def complete(self) -> None:
         """Cut the tables to the rows that are filled: unreadable images were skipped."""

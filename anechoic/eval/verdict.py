@@ -1,8 +1,8 @@
 """Did training work? Signals of a run that need no label, and a verdict in words.
 
-Collapsed, worse than raw pixels, plateaued or learning, with the reasons and what to try. How far each signal can be
-trusted was measured on labeled data (docs/report.md); the verdict rests on those that predicted k-NN there. It opens
-no run and draws nothing.
+Collapsed, too short, worse than raw pixels, plateaued or learning, with the reasons and what to try. How far each
+signal can be trusted was measured on labeled data (docs/report.md); the verdict rests on those that predicted k-NN
+there. It opens no run and draws nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ SAMPLES = 512
 # Collapsed: the features fill fewer directions than this, and find an image no more often than its pixels do. Above it
 # rank decides nothing: whether it predicts anything depends on the data.
 LEAST_RANK = 1.5
+# Too short: features of so few directions, or so little skill, while the loss still falls. Fewer directions than this
+# are a collapse all the same, unless the untrained network had few itself.
+COLLAPSED_RANK = 1.2
 # Plateaued: the last third of the training brought less than this share of all that the loss fell, or hidden patches
 # are guessed less than this share better than by the mean patch.
 LEAST_LATE_GAIN, LEAST_SKILL = 0.02, 0.05
@@ -36,7 +39,7 @@ class Signals:
     """None where a signal does not exist: no autoencoder, no untrained network, no pixels, too short a curve.
 
     late_gain: of all that the held-out loss fell, the share that fell in the last third of the training so far;
-    late_fall: how much it fell there, as a share of the loss before.
+    late_fall: how much it fell there, as a share of the loss before; fall: how much it fell in all, as a share.
     """
 
     images: int
@@ -51,6 +54,7 @@ class Signals:
     untrained_crop_retrieval: float | None = None
     late_gain: float | None = None
     late_fall: float | None = None
+    fall: float | None = None
 
     @property
     def skill(self) -> float | None:
@@ -113,7 +117,7 @@ def measure(
 ) -> Signals:
     """The signals of an encoder on images it was not trained on; records: its metrics, for the curve."""
     spec = EvalSpec(("rank", "crops", "reconstruction"), poolings=("mean",), max_test=SAMPLES, seed=seed)
-    late = {"late_gain": late_gain(records), "late_fall": late_fall(records)}
+    late = {"late_gain": late_gain(records), "late_fall": late_fall(records), "fall": fall(records)}
     try:
         own = evaluate(encoder, source, spec, device)
     except NotFiniteError:
@@ -163,6 +167,12 @@ def late_fall(records: Sequence[Mapping[str, Any]]) -> float | None:
     return (middle - final) / middle if middle > 0 else None
 
 
+def fall(records: Sequence[Mapping[str, Any]]) -> float | None:
+    """How much the loss fell in all, as a share of what it was at first; None if there is one point only."""
+    curve = curve_of(records)
+    return 1 - curve[-1][1] / curve[0][1] if len(curve) > 1 and curve[0][1] > 0 else None
+
+
 def thirds(records: Sequence[Mapping[str, Any]]) -> tuple[float, float, float]:
     """The loss at the start, after two thirds and at the end; not a number if there are too few points."""
     curve = curve_of(records)
@@ -185,11 +195,13 @@ def curve_of(records: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
 
 
 def verdict_of(signals: Signals, *, alpha_min: float | None = None) -> Verdict:
-    """The first that holds of: collapsed, worse than raw pixels, plateaued, learning."""
+    """The first that holds of: collapsed, too short, worse than raw pixels, plateaued, learning."""
     reasons = reasons_of(signals)
     word: Word = "learning"
     if collapsed(signals):
         word = "collapsed"
+    elif too_short(signals):
+        word = "too short"
     elif worse_than_pixels(signals):
         word = "worse than raw pixels"
     elif plateaued(signals):
@@ -198,13 +210,32 @@ def verdict_of(signals: Signals, *, alpha_min: float | None = None) -> Verdict:
 
 
 def collapsed(signals: Signals) -> bool:
+    return few_directions(signals) and not (falling(signals) and not fell_to_one(signals))
+
+
+def too_short(signals: Signals) -> bool:
+    return falling(signals) and (few_directions(signals) or no_skill(signals))
+
+
+def few_directions(signals: Signals) -> bool:
+    """Whether rank is close to 1, and features find an image no more often than its pixels do."""
     few = signals.rank is not None and signals.rank < LEAST_RANK
     return few and not (signals.crop_lead is not None and signals.crop_lead > chance(signals))
 
 
+def fell_to_one(signals: Signals) -> bool:
+    """Whether the features became constant or nearly so, and did not start like that."""
+    assert signals.rank is not None
+    started_low = signals.untrained_rank is not None and signals.untrained_rank < LEAST_RANK
+    return signals.rank == 0 or (signals.rank < COLLAPSED_RANK and not started_low)
+
+
+def no_skill(signals: Signals) -> bool:
+    return signals.skill is not None and signals.skill < LEAST_SKILL
+
+
 def plateaued(signals: Signals) -> bool:
-    late = signals.late_gain is not None and signals.late_gain < LEAST_LATE_GAIN
-    return late or (signals.skill is not None and signals.skill < LEAST_SKILL)
+    return no_skill(signals) or (signals.late_gain is not None and signals.late_gain < LEAST_LATE_GAIN)
 
 
 def worse_than_pixels(signals: Signals) -> bool:
@@ -261,9 +292,13 @@ def advice_of(word: Word, signals: Signals, alpha_min: float | None) -> list[str
         ]
     if word == "plateaued":
         return ["Try more images, a larger model or a higher peak learning rate. More epochs alone will change little."]
+    if word == "too short":
+        return ["Train longer (--epochs): the loss still falls, and a network starts with poor features."]
     return ["Train longer (--epochs)."] if falling(signals) else []
 
 
 def falling(signals: Signals) -> bool:
-    """Whether the loss was still falling at the end."""
-    return signals.late_gain is not None and signals.late_gain > 2 * LEAST_LATE_GAIN
+    """Whether the loss was still falling at the end; of a curve too short for thirds, whether it fell."""
+    if signals.late_gain is None:
+        return signals.fall is not None and signals.fall > 0
+    return signals.late_gain > 2 * LEAST_LATE_GAIN

@@ -98,7 +98,7 @@ def all_neighbors(units: Units, *, k: int = NEIGHBORS, find: FindOthers | None =
     find = find or partial(nearest_others, as_tensor(units))
     n = len(units)
     if n < 2:
-        raise UserError(f"There are {n} images, and neighbors need two: give more images.")
+        raise UserError(f"Neighbors need two images, and here is {'one' if n else 'none'}: give more.")
     k = min(k, n - 1)
     found = Neighbors(torch.empty(n, k), torch.empty(n, k, dtype=torch.int64))
     with tqdm(total=n, desc="comparing", unit=" images", delay=2, leave=False, disable=None) as bar:

@@ -151,7 +151,7 @@ def search_page(result: Mapping[str, Any], queries: Sequence[Query], found_in: S
     lines = [[row[name] for name in header] for row in metrics["rows"]]
     sections.append(Section("The list", [download("neighbors.csv", header, lines), pictures.selection()]))
     lead = (
-        f"The nearest of {metrics['images']:,} images in {data_of(result)}, by cosine similarity "
+        f"The nearest of {counted(metrics['images'], 'image')} in {data_of(result)}, by cosine similarity "
         f"({metrics['vector']}). The framed picture of each list is the query. {KEYS}"
     )
     return page(

@@ -41,7 +41,13 @@ from anechoic.pages.thumbnails import sheet, thumbnail
 from anechoic.runtime.run import picture_files
 from anechoic.storage.safe_io import read_regular, reason
 
-KINDS = {"learning": "good", "plateaued": "warn", "collapsed": "bad", "worse than raw pixels": "bad"}
+KINDS = {
+    "learning": "good",
+    "plateaued": "warn",
+    "too short": "warn",
+    "collapsed": "bad",
+    "worse than raw pixels": "bad",
+}
 QUERIES, NEIGHBORS, SHOWN, MAPPED = 5, 6, 6, 600
 # Layers of a network whose curve over time is drawn, spread over its depth.
 TRACED = 4

@@ -308,6 +308,11 @@ def model_directory(path: str | Path) -> Path:
     """Return where the weights are: the path itself, a finished run's `model`, or the newest good checkpoint."""
     path = run_path(path)
     if not path.is_dir():
+        if str(path).startswith(("timm:", "transformers:")):
+            raise UserError(
+                f"{path} is a network of another library, and this needs a model directory: `anechoic import` writes "
+                "one from saved weights."
+            )
         raise UserError(f"There is no run or model directory {path}{hint(path)}")
     if (path / "model.safetensors").exists() or has_shards(path):
         return path

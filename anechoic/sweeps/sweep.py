@@ -103,6 +103,9 @@ def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
     plain = copy.deepcopy(to_json(config))
     known = [name for name, _ in settings(config)]
     for name, value in values.items():
+        longer = [full for full in known if full.endswith(f".{name}")]
+        if name not in known and longer:
+            raise UserError(f"There is no setting {name}; did you mean {' or '.join(longer)}?")
         *sections, last = name.split(".")
         target = plain
         for section in sections:

@@ -457,6 +457,12 @@ def pictures(tmp_path):
     return tmp_path
 
 
+def test_default_neighbors_are_those_of_the_samples_that_are_left_to_train(digits_run):
+    found = answer("evaluate", digits_run, "digits:train", "--metrics", "knn", "--samples", 100, "--layers", -1)
+    assert found["train_samples"] == 80
+    assert list(found["rows"][0]["knn_by_k"]) == ["10", "20"]
+
+
 def test_mistakes_are_one_clear_sentence(digits_run, pictures, tmp_path):
     sorted_, loose = pictures / "sorted", pictures / "loose"
 

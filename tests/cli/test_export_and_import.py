@@ -84,6 +84,7 @@ def test_import_reports_what_it_read(run, tmp_path, capsys):
     [
         (["export", "{run}", "--to", "timm", "--out", "{run}"], "exists already"),
         (["export", "{tmp}/absent", "--to", "timm", "--out", "{tmp}/out"], "no run or model directory"),
+        (["export", "timm:vit_tiny_patch16_224", "--to", "timm", "--out", "{tmp}/out"], "`anechoic import` writes one"),
         (["export", "{run}", "--to", "onnx", "--out", "{tmp}/out", "--check", "{tmp}/absent"], "There is no data"),
         (["import", "{tmp}/absent.pth", "--out", "{tmp}/out"], "There is no checkpoint"),
         (["import", "{run}/model/model.safetensors", "--out", "{tmp}/out"], "no known architecture"),

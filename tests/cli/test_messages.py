@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import subprocess
 import sys
 from dataclasses import is_dataclass
@@ -14,7 +15,7 @@ from PIL import Image
 from zoo import make
 
 import anechoic
-from anechoic.cli.main import flags_of, main
+from anechoic.cli.main import Messages, flags_of, main
 from anechoic.config import Config, OptimConfig, SaveConfig
 from anechoic.config.checking import descriptions, hints
 from anechoic.data import decoding, open_source
@@ -229,6 +230,15 @@ def test_missing_heic_support_names_the_extra(tmp_path, monkeypatch, caplog):
         assert len(open_source(tmp_path)) == 1
         assert "1 image in" in caplog.text
         assert 'b.heic: HEIC needs an extra package: pip install "anechoic[heic]"' in caplog.text
+
+
+def test_a_message_that_repeats_the_last_is_printed_once(capsys):
+    log, handler = logging.Logger("any"), Messages()
+    log.addHandler(handler)
+    for message in ("2 images not read.", "2 images not read.", "another", "2 images not read."):
+        log.warning("%s", message)
+    printed = ["anechoic: 2 images not read.", "anechoic: another", "anechoic: 2 images not read."]
+    assert capsys.readouterr().err.splitlines() == printed
 
 
 def test_postscript_is_not_read():

@@ -14,7 +14,7 @@ from anechoic.eval.encoders import ConstantEncoder, Encoder, RawPixels
 from anechoic.eval.eval_data import EvalData
 from anechoic.eval.evaluator import EvalSpec, Evaluator
 from anechoic.eval.metrics.crop_retrieval import found_again
-from anechoic.eval.verdict import Signals, late_fall, late_gain, measure, verdict_of
+from anechoic.eval.verdict import Signals, fall, late_fall, late_gain, measure, verdict_of
 from anechoic.models import build_model
 from anechoic.models.layers import patchify
 from anechoic.models.mae import normalize_patches
@@ -111,6 +111,8 @@ def test_late_gain_is_a_share_of_all_that_fell():
     assert late_fall(records([1.0, 0.9, 0.8, 0.7])) == pytest.approx(1 / 8)
     assert late_fall(records([1.0, 1.1, 1.2, 1.3])) == pytest.approx(-1 / 12)
     assert late_fall(straight[:3]) is None
+    assert fall(straight[:2]) == pytest.approx(0.1)
+    assert fall(straight[:1]) is None
 
 
 # ---- words
@@ -137,7 +139,15 @@ GOOD = Signals(
         ({}, "learning"),
         ({"late_gain": 0.001}, "plateaued"),
         ({"late_gain": None}, "learning"),
-        ({"masked_loss": 0.99}, "plateaued"),  # hardly better than the mean patch
+        ({"masked_loss": 0.99, "late_gain": 0.03}, "plateaued"),  # hardly better than the mean patch
+        ({"masked_loss": 0.99}, "too short"),
+        ({"masked_loss": 0.99, "crop_retrieval": 0.2}, "too short"),
+        ({"rank": 1.3, "crop_retrieval": 0.3}, "too short"),
+        ({"rank": 1.3, "crop_retrieval": 0.3, "late_gain": 0.03}, "collapsed"),
+        ({"rank": 1.0, "untrained_rank": 1.0, "crop_retrieval": 0.3}, "too short"),
+        ({"rank": 1.0, "untrained_rank": 1.0, "crop_retrieval": 0.3, "late_gain": None, "fall": 0.05}, "too short"),
+        ({"rank": 1.0, "untrained_rank": 1.0, "crop_retrieval": 0.3, "late_gain": None, "fall": -0.05}, "collapsed"),
+        ({"rank": 1.3, "crop_retrieval": 0.3, "late_gain": None}, "collapsed"),  # nothing is known of its training
         ({"crop_retrieval": 0.2}, "worse than raw pixels"),
         ({"crop_retrieval": 0.28}, "learning"),  # less than chance allows
         ({"crop_retrieval": None}, "learning"),

@@ -23,6 +23,7 @@ from anechoic.cli.main import main
 from anechoic.data import files, open_source
 from anechoic.data.preprocess import Preprocess
 from anechoic.errors import UserError
+from anechoic.eval import feature_cache
 from anechoic.eval.encoders import flat, open_encoder
 from anechoic.eval.feature_cache import features_of
 from anechoic.eval.feature_scaling import fit_scaling, rescaled, unit_vectors
@@ -229,6 +230,27 @@ def test_cached_features_know_why_images_were_skipped(run, photos):
     (photos / "a" / "broken.png").write_bytes(b"no image")
     first, again = (features_of(open_encoder(run), open_source(photos)).skipped for _ in range(2))
     assert first == again == (("a/broken.png", "not an image of a known format"),)
+
+
+def test_a_resumed_pass_knows_why_images_were_skipped(run, photos, monkeypatch):
+    monkeypatch.setattr("anechoic.eval.encoders.Encoder.batch_size_on_cores", 4)
+    monkeypatch.setattr(feature_cache, "MARK_EVERY", 0.0)
+    (photos / "a" / "000.png").write_bytes(b"no image")
+    add, batches = feature_cache.Unfinished.add, []
+
+    def interrupted(self, ids):
+        add(self, ids)
+        batches.append(ids)
+        if len(batches) == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(feature_cache.Unfinished, "add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            features_of(open_encoder(run), open_source(photos), keep_pixels=False)
+    found = features_of(open_encoder(run), open_source(photos), keep_pixels=False)
+    assert found.skipped == (("a/000.png", "not an image of a known format"),)
+    assert len(found.ids) == len(open_source(photos)) - 1
 
 
 def test_index_grows_by_an_unreadable_image_alone(run, photos):
@@ -582,7 +604,7 @@ def test_explore_refuses_one_image(run, tmp_path, capsys):
     (tmp_path / "one").mkdir()
     picture(0).save(tmp_path / "one" / "a.png")
     assert main(["explore", str(run), str(tmp_path / "one"), "-o", str(tmp_path / "x.html")]) == 2
-    assert "neighbors need two" in capsys.readouterr().err
+    assert "Neighbors need two images, and here is one" in capsys.readouterr().err
     assert not (tmp_path / "x.html").exists()
 
 

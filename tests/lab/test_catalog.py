@@ -250,6 +250,7 @@ def test_missing_evaluation_data_is_refused_before_training(tmp_path):
         (("--jobs", 0), "at least one seed and one job"),
         (("--vary", "shortcut.alpha_min"), "has no values"),
         (("--vary", "shortcut.alpha_mni", 0.5), "did you mean shortcut.alpha_min?"),
+        (("--vary", "alpha_min", 1, 0.6), "did you mean shortcut.alpha_min?"),
         (("--vary", "shortcut.alpha_min", 3), "must be between"),
         (("--vary", "seed", 1, 2), "--seeds N"),
         (("--test", "digits:test"), "give DATA"),

@@ -9,6 +9,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+from PIL import Image
 from tiny_runs import SMALLEST
 
 import anechoic
@@ -196,6 +197,15 @@ def test_pretrain_prints_a_plan_and_a_verdict(capsys, tmp_path):
     assert printed.err == ""
     found = json.loads(printed.out)["metrics"]["verdict"]
     assert found["signals"]["images"] == open_run(tmp_path / "run").config.data.holdout
+
+
+def test_one_image_is_counted_as_one(capsys, tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    command = ["pretrain", str(tmp_path), "--epochs", "1", "--out", str(tmp_path / "run"), "--image-size", "8"]
+    assert main([*command, "--model", "mae_tiny_patch4", "--model-options", *TINY]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert ": 1 image without labels, 0 of them held out." in lines[0]
+    assert lines[2].startswith("Length: 1 sample in 1 update of 1, about ")
 
 
 def test_every_setting_is_shown_on_demand(capsys, tmp_path):

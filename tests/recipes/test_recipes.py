@@ -196,6 +196,7 @@ def test_a_typo_in_an_override_costs_a_second_and_names_the_nearest():
         (["pretrain", "digits", "--channels", "1", "--image-size", "7", "--out"], "cannot be divided into patches"),
         (["pretrain", "digits", "--channels", "1", "--model", "vit_tiny_patch4", "--out"], "trains a mae_ model"),
         (["pretrain", "nowhere", "--out"], "There is no data"),
+        (["pretrain", "", "--out"], "The name of the data is empty"),
         (["pretrain", "digits", "--channels", "1", "--epochs", "inf", "--out"], "must be a finite number"),
         (["pretrain", "digits", "--channels", "1", "--image-size", "0", "--out"], "Images of 0 pixels"),
         (["pretrain", "digits", "--channels", "1", "--batch-size", "0", "--out"], "batch_size must be at least 1"),
