@@ -57,6 +57,7 @@ def reproduce(
     root = results if scale == "pocket" else results / "full"
     if report is not None:
         from anechoic.storage.files import make_folder
+        from anechoic_lab.records.cost import write_costs
         from anechoic_lab.records.pages import has_records, write_index, write_page
         from anechoic_lab.records.tally import write_tally
 
@@ -67,8 +68,8 @@ def reproduce(
             grids = [grid for grid in grids if has_records(grid, root)]
         pages = [write_page(grid, root, report, command=f"anechoic reproduce {grid.name}{at}") for grid in grids]
         if what == "all":
-            tally = [write_tally(grids, root, report)] if scale == "pocket" else []
-            pages += [*tally, write_index(grids, root, report, tally=bool(tally))]
+            extra = [write_tally(grids, root, report), write_costs(root, report)] if scale == "pocket" else []
+            pages += [*extra, write_index(grids, root, report, more=bool(extra))]
         return Outcome(
             config={},
             metrics={"pages": [str(page) for page in pages]},

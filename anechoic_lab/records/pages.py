@@ -41,8 +41,8 @@ def has_records(grid: Grid, results: Path) -> bool:
     return any(records.count(name) for name in grid.needed())
 
 
-def write_index(grids: Sequence[Grid], results: Path, out: Path, *, tally: bool = False) -> Path:
-    """Write the scoreboard and the list of all pages with their records; tally: link the page of all pairs."""
+def write_index(grids: Sequence[Grid], results: Path, out: Path, *, more: bool = False) -> Path:
+    """Write the scoreboard and the list of all pages with their records; more: link tally.md and cost.md."""
     lines = ["# Evidence", "", INTRODUCTION, "", "## The paper's claims", "", *scoreboard(results), ""]
     short = pocket.GRIDS.keys() | crossover.GRIDS.keys()
     for title, shown in (
@@ -56,8 +56,11 @@ def write_index(grids: Sequence[Grid], results: Path, out: Path, *, tally: bool 
             minutes = cpu_minutes(records, grid.needed())
             lines.append(f"| [{grid.title}]({grid.name}.md) | {count} | {minutes:.0f} min |")
         lines.append("")
-    if tally:
-        lines += ["[The search for a setting that profits](tally.md) has every pair of the map in one table."]
+    if more:
+        lines += [
+            "[The lead against CPU minutes](cost.md) says what a lead costs; "
+            "[the search for a setting that profits](tally.md) has every pair of the map in one table."
+        ]
     path = out / "README.md"
     path.write_text("\n".join(lines).rstrip() + "\n")
     return path
