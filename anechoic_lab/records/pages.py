@@ -58,7 +58,7 @@ def write_index(grids: Sequence[Grid], results: Path, out: Path, *, more: bool =
         lines.append("")
     if more:
         lines += [
-            "[The lead against CPU minutes](cost.md) says what a lead costs; "
+            "[The lead against CPU minutes](cost.md) shows what a lead costs; "
             "[the search for a setting that profits](tally.md) has every pair of the map in one table."
         ]
     path = out / "README.md"
