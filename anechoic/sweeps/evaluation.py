@@ -266,7 +266,10 @@ def keep_pictures(encoder: Encoder, subject: Subject, *, seed: int) -> dict[str,
 
 
 def same_shape(encoder: Encoder, plan: EvalPlan) -> float:
-    """Return how often two patches of a scene's shape are more alike than one of them and one of the ground, in %."""
+    """Return how often two patches of a scene's shape are more alike than one of them and one of the ground, in %.
+
+    A scene without two patches of its shape does not count.
+    """
     from anechoic.data.embedded import Scenes
     from anechoic.eval.feature_cache import batches
     from anechoic.eval.features import patch_maps
@@ -278,18 +281,23 @@ def same_shape(encoder: Encoder, plan: EvalPlan) -> float:
     maps = torch.cat([patch_maps(encoder.model, images).float() for images in batches(encoder, chosen, device="cpu")])
     masks = torch.stack([scenes.mask(index) > 0 for index in range(plan.same_shape)]).float()
     shapes = F.adaptive_avg_pool2d(masks, maps.shape[1]) > 0.5
-    return 100 * float(np.mean([triplets(one[shape], one[~shape]) for one, shape in zip(maps, shapes, strict=True)]))
+    found = [
+        triplets(one[shape], one[~shape])
+        for one, shape in zip(maps, shapes, strict=True)
+        if 1 < shape.sum() < shape.numel()
+    ]
+    return 100 * float(np.mean(found))
 
 
 def triplets(shape: Tensor, ground: Tensor) -> float:
     """Return the share of (a, b, c), a and b of shape (n, D) and c of ground (m, D), where a is nearer to b by cosine.
 
-    Ties count half; 0.5 where there are no two patches of the shape, or none of the ground.
+    Ties count half.
     """
     shape, ground = F.normalize(shape, dim=1), F.normalize(ground, dim=1)
     within = (shape @ shape.T)[~torch.eye(len(shape), dtype=torch.bool)].view(len(shape), -1, 1)
     difference = within - (shape @ ground.T)[:, None, :]
-    return float((difference.sign().mean() + 1) / 2) if difference.numel() else 0.5
+    return float((difference.sign().mean() + 1) / 2)
 
 
 def packed(values: np.ndarray) -> dict[str, Any]:
