@@ -1,10 +1,10 @@
 """The paper's tables of masked autoencoders where decay leads: Muon and 512,000 samples.
 
-The protocol is that of pocket.py, but for Muon at the peak learning rate that k-NN on held-out training images chose
-for both arms (cifar-short-lr), the length, one more alpha_min, and the evaluation of cifar_length.py: 10,000 training
-and 5,000 test images, raw and whitened. A network takes about 6 CPU minutes (1 core). Measures were named before any of
-it was run: k-NN and linear probe with token, layer and scaling chosen on held-out training images, and the linear probe
-and the whitened k-NN of the mean token. Seeds are those that no choice used.
+The protocol is that of pocket.py, but for Muon at the peak learning rate that k-NN on held-out training images chooses
+for both arms among those that were run (cifar-short-lr), the length, one more alpha_min, and the evaluation of
+cifar_length.py: 10,000 training and 5,000 test images, raw and whitened. A network takes about 6 CPU minutes (1 core).
+Measures were named before any of it was run: k-NN and linear probe with token, layer and scaling chosen on held-out
+training images, and the linear probe and the whitened k-NN of the mean token. Seeds are those that no choice used.
 """
 
 from __future__ import annotations
