@@ -35,19 +35,29 @@ def open_regular(path: str | Path) -> Iterator[BufferedReader]:
     """Open a file; OSError if it is not a regular file."""
     descriptor = os.open(path, READ_REGULAR)
     with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        _refuse_irregular(os.fstat(descriptor), path)
         yield file
 
 
 def read_regular(path: str | Path, *, limit: int = MAX_IMAGE_BYTES) -> bytes:
     """Return the content of a regular file of at most `limit` bytes; OSError otherwise."""
-    with open_regular(path) as file:
-        # Memory is allocated for the file's size, not for the limit.
-        data = file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)
-    if len(data) > limit:
-        raise OSError(errno.EFBIG, f"more than {limit:,} bytes", str(path))
-    return data
+    descriptor = os.open(path, READ_REGULAR)  # a file object would take longer than the reading of a small image
+    try:
+        status = os.fstat(descriptor)
+        _refuse_irregular(status, path)
+        if status.st_size > limit:
+            raise OSError(errno.EFBIG, f"more than {limit:,} bytes", str(path))
+        data = os.read(descriptor, status.st_size)
+        while len(data) < status.st_size and (more := os.read(descriptor, status.st_size - len(data))):
+            data += more
+        return data
+    finally:
+        os.close(descriptor)
+
+
+def _refuse_irregular(status: os.stat_result, path: str | Path) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
 def read_text(path: str | Path, *, limit: int = MAX_JSON_BYTES) -> str:

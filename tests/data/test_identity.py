@@ -200,11 +200,19 @@ def test_file_changed_shortly_before_a_long_pass_is_hashed_again(
     hash_unchanged = content_checksums.hash_unchanged
 
     def slowly(path: str, stamp: Sequence[int]) -> bytes | None:
-        monkeypatch.setattr(content_checksums, "time", SimpleNamespace(time=lambda: late))
+        monkeypatch.setattr(content_checksums, "time", SimpleNamespace(time=lambda: late, perf_counter=time.perf_counter))
         return hash_unchanged(path, stamp)
 
     monkeypatch.setattr(content_checksums, "hash_unchanged", slowly)
     assert (FileHashes(path, ["a/0.bmp"]).rows["stamp"] == b"").all()
+
+
+def test_hashes_are_those_of_one_thread_when_storage_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [str(path) for path in sorted(Path(write("folder", tmp_path / "set", 9)).rglob("*.bmp"))]
+    monkeypatch.setattr(content_checksums, "FILES_PER_TASK", 2)
+    expected = FileHashes(tmp_path, names).all
+    monkeypatch.setattr(content_checksums, "SLOW", 0.0)
+    assert (FileHashes(tmp_path, names).all == expected).all()
 
 
 def test_file_that_changes_after_it_was_listed_has_the_hash_of_its_new_content(tmp_path: Path) -> None:
