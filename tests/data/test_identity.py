@@ -200,7 +200,8 @@ def test_file_changed_shortly_before_a_long_pass_is_hashed_again(
     hash_unchanged = content_checksums.hash_unchanged
 
     def slowly(path: str, stamp: Sequence[int]) -> bytes | None:
-        monkeypatch.setattr(content_checksums, "time", SimpleNamespace(time=lambda: late, perf_counter=time.perf_counter))
+        clock = SimpleNamespace(time=lambda: late, perf_counter=time.perf_counter)
+        monkeypatch.setattr(content_checksums, "time", clock)
         return hash_unchanged(path, stamp)
 
     monkeypatch.setattr(content_checksums, "hash_unchanged", slowly)
