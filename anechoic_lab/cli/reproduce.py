@@ -43,8 +43,8 @@ def reproduce(
         seeds: number of seeds, counted from the first of the page.
         jobs: number of processes; default one for each core (full scale: one, which uses every GPU).
         report: write the pages and pictures of what has records into this folder, and run nothing.
-        verify: run the trial of this record again and compare every number; records of other seeds beside it show how
-            much may differ on another CPU.
+        verify: run the trial of this record again and compare every number; records of other seeds beside it, or else
+            of the same data, show how much may differ on another CPU.
     """
     from anechoic.sweeps.batch import check_counts, find_data_root
     from anechoic_lab import catalog
@@ -118,7 +118,7 @@ def verified(path: Path, runs: Path, root: Path) -> Outcome:
 
     from anechoic.storage.files import make_folder
     from anechoic.sweeps.trial import read_record, run_trial, trial_from_json
-    from anechoic_lab.records.verify import compare, neighbors_of, verdict_text
+    from anechoic_lab.records.verify import compare, neighbors_of, of_same_data, verdict_text
 
     record = read_record(path)
     trial = trial_from_json(record)
@@ -127,7 +127,7 @@ def verified(path: Path, runs: Path, root: Path) -> Outcome:
     make_folder(runs)
     with tempfile.TemporaryDirectory(dir=runs, prefix="verify-") as folder:
         again = run_trial(trial, Path(folder) / "run", root=root)
-    found = compare(record, again, neighbors_of(path))
+    found = compare(record, again, neighbors_of(path), of_same_data(path, record))
     if not found.within_tolerance:
         raise UserError(f"{path} could not be repeated: {verdict_text(record, again, found)}")
     return Outcome(

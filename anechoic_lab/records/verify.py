@@ -95,6 +95,12 @@ def neighbors_of(path: Path) -> list[dict[str, Any]]:
     return [read_record(other) for other in sorted(path.parent.glob("*-seed*.json"))]
 
 
+def of_same_data(path: Path, record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the records of all folders beside this one's that were trained on the same data."""
+    others = [read_record(other) for other in sorted(path.parent.parent.glob("*/*-seed*.json"))]
+    return [other for other in others if other["config"]["data"]["source"] == record["config"]["data"]["source"]]
+
+
 def allowed_differences(records: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Return number -> the largest difference of two seeds in one case of ONE_IN, by the spread within all variants."""
     from scipy.stats import t
@@ -113,12 +119,18 @@ def allowed_differences(records: Sequence[dict[str, Any]]) -> dict[str, float]:
     return allowed
 
 
-def compare(record: dict[str, Any], again: dict[str, Any], neighbors: Sequence[dict[str, Any]] = ()) -> Comparison:
+def compare(
+    record: dict[str, Any],
+    again: dict[str, Any],
+    neighbors: Sequence[dict[str, Any]] = (),
+    same_data: Sequence[dict[str, Any]] = (),
+) -> Comparison:
+    """Compare two records; same_data shows the spread of numbers that have one seed each among the neighbors."""
     first, second = dict(numbers(record["metrics"])), dict(numbers(again["metrics"]))
     before, after = headline(record["metrics"]), headline(again["metrics"])
     # A record of an earlier version may lack what is measured now, but has no gap where there is a number now.
     shared = [*before, *(key for key in after if key in record["metrics"] and key not in before)]
-    allowed = allowed_differences(neighbors)
+    allowed = allowed_differences(same_data) | allowed_differences(neighbors)
     return Comparison(
         identical=first == second,
         compared=len(first),
@@ -144,15 +156,18 @@ def verdict_text(record: dict[str, Any], again: dict[str, Any], found: Compariso
     outside = [x for x in found.differences if not x.within]
     limit = "all within the spread of seeds"
     if outside:
-        worst = max(outside, key=lambda x: x.size)
-        spread = "no other seeds show its spread" if worst.allowed is None else f"{worst.allowed:.3g} is allowed"
-        limit = f"{len(outside)} beyond the spread of seeds, most of all {worst.name} ({spread})"
+        limit = f"{len(outside)} beyond the spread of seeds: {', '.join(map(overstepped, outside))}"
     if not found.largest:
         return f"the {len(found.differences)} headline numbers are equal, others differ; {'; '.join(reasons)}."
     return (
         f"{len(found.differences)} headline numbers differ by at most {found.largest:.3g}, {limit}; "
         f"{'; '.join(reasons)}."
     )
+
+
+def overstepped(found: Difference) -> str:
+    spread = "no other seeds show its spread" if found.allowed is None else f"{found.allowed:.3g} is allowed"
+    return f"{found.name} by {found.size:.3g} ({spread})"
 
 
 def commit_of(record: dict[str, Any]) -> str:
