@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from damage import flip_a_bit
 from PIL import Image
 from zoo import make
 
@@ -243,16 +244,10 @@ def test_a_cache_that_cannot_be_written_costs_only_time(digits_run, tmp_path, mo
     assert all(np.array_equal(value, expected.sets[key]) for key, value in found.sets.items())
 
 
-def flip_a_byte(path):
-    data = bytearray(path.read_bytes())
-    data[-5] ^= 1
-    path.write_bytes(bytes(data))
-
-
 @pytest.mark.parametrize(
     "damage",
     [
-        flip_a_byte,
+        flip_a_bit,
         lambda path: path.write_bytes(path.read_bytes()[:-7]),
         lambda path: path.write_bytes(b""),
         Path.unlink,

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from damage import flip_a_bit
 from PIL import Image
 
 from anechoic.data import Array, BadImage, Scenes, Source, Subset, common_labels, files, open_source
@@ -109,9 +110,7 @@ def test_zip_with_a_damaged_member_names_it(folder: Path, tmp_path: Path) -> Non
         for name in NAMES:
             archive.write(folder / name, name)
         at = archive.getinfo(NAMES[1]).header_offset + 200
-    data = bytearray((tmp_path / "a.zip").read_bytes())
-    data[at] ^= 255
-    (tmp_path / "a.zip").write_bytes(data)
+    flip_a_bit(tmp_path / "a.zip", at)
     source = open_source(tmp_path / "a.zip")
     with pytest.raises(BadImage, match="damaged") as caught:
         source.read(1)

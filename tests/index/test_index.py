@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from damage import flip_a_bit
 from tiny_pages import picture
 from tiny_runs import write_run
 from zoo import make
@@ -151,10 +152,7 @@ def test_damaged_index_is_made_again(run, photos, caplog):
     before = np.array(index_of(run, photos).vectors)
     newest = max((cache_dir() / "index").glob("*/"), key=lambda folder: folder.stat().st_mtime)
     file = newest / "vectors.npy"
-    content = bytearray(file.read_bytes())
-    content[-3] ^= 1
-    file.unlink()  # the feature cache may hold the same file
-    file.write_bytes(content)
+    flip_a_bit(file, -3)
     after = index_of(run, photos)
     assert "damaged" in caplog.text
     np.testing.assert_array_equal(after.vectors, before)
@@ -354,9 +352,7 @@ def test_killed_embed_resumes_to_an_equal_file(run, photos, tmp_path, monkeypatc
     (unfinished,) = (tmp_path / "killed" / "features").glob("*/unfinished")
     if damage:
         file = unfinished / ("journal.json" if damage == "journal" else "004-class.npy")
-        content = bytearray(file.read_bytes())
-        content[-100 if damage == "journal" else 200] ^= 1
-        file.write_bytes(content)
+        flip_a_bit(file, -100 if damage == "journal" else 200)
     computed.clear()
     assert main([*words, str(tmp_path / "again.npz")]) == 0
     assert sum(computed) == (36 if damage else 24)  # three batches of four were safe

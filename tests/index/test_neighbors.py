@@ -8,6 +8,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from damage import flip_a_bit
 from tiny_pages import picture
 from tiny_runs import write_run
 
@@ -86,9 +87,7 @@ def test_index_is_read_again_and_made_again_for_other_vectors_or_a_damaged_file(
     queries = unit_vectors(vectors[:20], None)
     np.testing.assert_array_equal(first.nearest(queries, k=5).indices, again.nearest(queries, k=5).indices)
     (file,) = entry_files(neighbors.CODES)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    flip_a_bit(file)
     open_approximate(vectors, None)
     assert len(built) == 2
     assert "is damaged; it is made again" in caplog.text

@@ -10,6 +10,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from damage import flip_a_bit
 from tiny_runs import tiny_config
 
 import anechoic
@@ -88,22 +89,16 @@ def test_equal_runs_write_equal_bytes(tmp_path):
         assert a.read_bytes() == b.read_bytes(), file
 
 
-def flip_a_byte(path):
-    data = bytearray(path.read_bytes())
-    data[-3] ^= 1
-    path.write_bytes(bytes(data))
-
-
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda path: flip_a_byte(path / "model.safetensors"),
+        lambda path: flip_a_bit(path / "model.safetensors"),
         lambda path: (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-10]),
         lambda path: (path / "model.safetensors").unlink(),
         lambda path: (path / "state.json").write_text("{"),
         lambda path: (path / "state.json").write_text("[]"),
         lambda path: (path / "state.json").unlink(),
-        lambda path: flip_a_byte(path / "config.json"),
+        lambda path: flip_a_bit(path / "config.json"),
     ],
 )
 def test_a_damaged_newest_falls_back_with_a_warning(tmp_path, damage, caplog):
@@ -119,7 +114,7 @@ def test_a_damaged_newest_falls_back_with_a_warning(tmp_path, damage, caplog):
 
 def test_only_damaged_ones_are_not_a_fresh_start(tmp_path):
     assert checkpoint.latest(tmp_path) is None
-    flip_a_byte(write(tmp_path, seen=64) / "model.safetensors")
+    flip_a_bit(write(tmp_path, seen=64) / "model.safetensors")
     with pytest.raises(UserError, match=r"Every checkpoint .* is damaged"):
         checkpoint.latest(tmp_path)
 
@@ -150,7 +145,7 @@ def test_pruning_does_not_count_damaged_checkpoints(tmp_path):
     for seen in (16, 32, 48):
         write_small(tmp_path, seen)
     for seen in (32, 48):
-        flip_a_byte(tmp_path / f"{seen:012d}" / "model.safetensors")
+        flip_a_bit(tmp_path / f"{seen:012d}" / "model.safetensors")
     write_small(tmp_path, 64)
     checkpoint.prune(tmp_path, keep_last=2)
     assert [int(path.name) for path in checkpoint.checkpoints(tmp_path)] == [16, 32, 48, 64]
@@ -177,7 +172,7 @@ def edited(**changes):
 
 def flipped_without_checksums(path):
     """A changed tensor file without a checksum."""
-    flip_a_byte(path / "model.safetensors")
+    flip_a_bit(path / "model.safetensors")
     edited(checksums={})(path)
 
 
@@ -216,7 +211,7 @@ def test_an_edited_state_is_damage(tmp_path, damage, caplog):
 def test_a_flipped_model_directory_is_refused(tmp_path):
     write(tmp_path / "checkpoints", seen=64)
     folder = checkpoint.export_weights(tmp_path)
-    flip_a_byte(folder / "model.safetensors")
+    flip_a_bit(folder / "model.safetensors")
     with pytest.raises(UserError, match=r"are damaged, model\.safetensors is not the file"):
         anechoic.load(folder)
 

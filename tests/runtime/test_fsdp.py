@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from damage import flip_a_bit
 from tiny_runs import tiny_config, train_records
 from torch import nn
 
@@ -280,9 +281,7 @@ def test_parts_that_were_not_finished_or_are_damaged_do_not_count(root, tmp_path
     shutil.copytree(root / "mae" / "fsdp" / "checkpoints", folder)
     newest = checkpoint.checkpoints(folder)[-1]
     part = sorted(newest.glob("shard-*.safetensors"))[-1]
-    data = bytearray(part.read_bytes())
-    data[-5] ^= 1
-    part.write_bytes(data)
+    flip_a_bit(part)
     found = checkpoint.latest(folder)
     assert found is not None
     assert found[1]["seen"] == 20 * BATCH

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from damage import flip_a_bit
 from tiny_runs import cost_config
 
 from anechoic.cli.main import main
@@ -220,10 +221,7 @@ def copy_of(run: Path, folder: Path) -> Path:
 def test_damage_is_found_and_has_a_remedy(run: Path, tmp_path: Path, capsys) -> None:
     broken = copy_of(run, tmp_path)
     newest = sorted((broken / "checkpoints").iterdir())[-1]
-    weights = newest / "optimizer.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.write_bytes(data)
+    flip_a_bit(newest / "optimizer.safetensors")
     (broken / "model" / "model.safetensors").write_bytes(b"nothing")
     (broken / "checkpoints" / ".new-123").mkdir()
     found = findings(capsys, broken)

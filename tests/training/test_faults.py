@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from damage import flip_a_bit
 from processes import PATIENCE, Command, alive, descendants, parent_of, run_to_the_end, wait_until
 from tiny_runs import BATCH, PARTS, TWO, command_for, start, tiny_config
 
@@ -165,12 +166,6 @@ def test_little_shared_memory_is_said_and_costs_only_time(tmp_path):
 # ---- the files of a run
 
 
-def flip_a_byte(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(bytes(data))
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A finished run, to be copied and damaged."""
@@ -180,7 +175,7 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", [flip_a_byte, os.unlink, lambda path: path.write_bytes(b"")])
+@pytest.mark.parametrize("damage", [flip_a_bit, os.unlink, lambda path: path.write_bytes(b"")])
 @pytest.mark.parametrize("name", ["model/model.safetensors", "model/config.json", "results.json"])
 def test_a_damaged_end_is_written_again(tmp_path, whole, name, damage, caplog):
     run = tmp_path / "run"
@@ -201,7 +196,7 @@ def test_a_damaged_end_without_checkpoints_is_refused(tmp_path, whole):
     shutil.copytree(whole, run)
     shutil.rmtree(run / "checkpoints")
     fit(tiny_config(steps=4, save=SaveConfig(every=2 * BATCH)), run)
-    flip_a_byte(run / "model" / "model.safetensors")
+    flip_a_bit(run / "model" / "model.safetensors")
     with pytest.raises(UserError, match=r"is not what was written\) and has no final"):
         fit(tiny_config(steps=4, save=SaveConfig(every=2 * BATCH)), run)
 
