@@ -315,7 +315,8 @@ def draw_estimates(
             else:
                 axis.errorbar(x, mean, yerr=half, **line_style(i), capsize=2, label=name)
         if words:
-            axis.invert_yaxis()
+            axis.set_ylim(longest - 0.5, -0.5)
+            axis.margins(x=0.08)
             if zero:
                 axis.axvline(0, color="black", linewidth=0.5)
         else:
