@@ -200,6 +200,7 @@ def show(outcome: object, *, as_json: bool) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     exit_when_parent_exits()
     if argv is None:  # this is the whole program
+        wait_briefly()
         warnings.showwarning = print_warning
         logging.getLogger("anechoic").addHandler(Messages())
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -226,6 +227,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             leave(128 + interrupted.signal_number)
         raise
     return code
+
+
+def wait_briefly() -> None:
+    """Let threads without work sleep after microseconds, unless the user has chosen how OpenMP waits.
+
+    GNU's OpenMP, which torch brings on Linux, lets them spin for milliseconds. Beside another busy program they then
+    keep each other from working: training was five times as slow. It reads this once, when torch is imported.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def answer(arguments: list[str]) -> int:

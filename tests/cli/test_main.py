@@ -2,8 +2,10 @@
 
 import inspect
 import json
+import os
 import shutil
 import subprocess
+import sys
 from importlib.metadata import EntryPoint
 from typing import get_args
 
@@ -35,6 +37,19 @@ def test_overview_names_every_command(capsys):
     text = capsys.readouterr().out
     assert "  tools plan " in text
     assert "  embed " not in text
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
+)
+def test_threads_of_the_program_wait_briefly_unless_told_otherwise(own, expected, monkeypatch):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    script = "import os, sys; sys.argv[1:] = ['--version']; from anechoic.cli.main import main; main();"
+    script += "print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
+    words = [sys.executable, "-c", script]
+    done = subprocess.run(words, env={**os.environ, **own}, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == f"{expected} False"
 
 
 def test_files_are_named_as_commands_are_typed():
