@@ -42,7 +42,7 @@ def test_overview_names_every_command(capsys):
 @pytest.mark.parametrize(
     ("own", "expected"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
 )
-def test_threads_of_the_program_wait_briefly_unless_told_otherwise(own, expected, monkeypatch):
+def test_idle_threads_sleep_soon_unless_the_user_chose_otherwise(own, expected, monkeypatch):
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
     script = "import os, sys; sys.argv[1:] = ['--version']; from anechoic.cli.main import main; main();"
