@@ -8,6 +8,8 @@ card) and `state.json` (progress, and the checksum of every file and its own). S
 from __future__ import annotations
 
 import logging
+import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -98,8 +100,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], **metadata: str) ->
     copies = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     try:
         save_file(copies, path, metadata=metadata or None)
-    except SafetensorError as problem:
-        raise OSError(str(problem)) from problem
+    except SafetensorError as problem:  # it tells the number of the system's error in its text only
+        number = re.search(r"\(os error (\d+)\)", str(problem))
+        if number is None:
+            raise OSError(str(problem)) from problem
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from problem
     permit(path)
     flush(path)
 

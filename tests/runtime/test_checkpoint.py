@@ -11,9 +11,10 @@ from importlib import import_module
 import pytest
 import torch
 from damage import flip_a_bit
-from tiny_runs import tiny_config
+from tiny_runs import tiny_config, write_run
 
 import anechoic
+from anechoic.cli.main import main
 from anechoic.data.preprocess import Preprocess
 from anechoic.errors import UserError
 from anechoic.models import build_model
@@ -72,11 +73,23 @@ def test_full_disk_under_the_trained_weights_is_one_sentence(tmp_path, monkeypat
         save(tensors, path, **options)
 
     monkeypatch.setattr(checkpoint, "save_file", fail)
-    with pytest.raises(UserError, match=r"No space left on device .*: run the same command again"):
+    with pytest.raises(UserError, match=r"No space left on device: .*: run the same command again"):
         fit(tiny_config(steps=1), tmp_path / "run")
     monkeypatch.undo()
     fit(tiny_config(steps=1), tmp_path / "run")
     assert (tmp_path / "run" / "results.json").exists()
+
+
+def test_full_disk_under_an_export_is_one_sentence(tmp_path, monkeypatch, capsys):
+    run = write_run(tmp_path / "run")
+
+    def fail(tensors, path, **options):
+        raise checkpoint.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(checkpoint, "save_file", fail)
+    assert main(["export", str(run), "--to", "timm", "--out", str(tmp_path / "exported")]) == 2
+    assert "model.safetensors: No space left on device; choose another path, or free this" in capsys.readouterr().err
+    assert not (tmp_path / "exported").exists()
 
 
 def test_equal_runs_write_equal_bytes(tmp_path):
