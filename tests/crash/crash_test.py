@@ -373,12 +373,12 @@ def main() -> int:
     sizes = vars(options).pop("disk_sizes")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work:
         crash_test(**vars(options), work=Path(work), own_disks=may_mount(), tally=tally)
+        print("\n".join(tally.lines()), flush=True)
         if sizes and may_mount() and not options.only:
             ends, broken = full_disks(Path(work) / "disks", sizes=sizes, rng=random.Random(options.seed))
             tally.broken += broken
             counts = ", ".join(f"{count} {end}" for end, count in sorted(ends.items()))
             print(f"{ends.total() + len(broken)} full disks under other commands: {counts}, {len(broken)} broken")
-    print("\n".join(tally.lines()))
     if tally.broken:
         return 1
     print(f"seed {options.seed}: all equal or refused; {time.monotonic() - started:.0f} s")
