@@ -100,7 +100,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], **metadata: str) ->
     copies = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     try:
         save_file(copies, path, metadata=metadata or None)
-    except SafetensorError as problem:  # it tells the number of the system's error in its text only
+    except SafetensorError as problem:  # only its text has the number of the system's error
         number = re.search(r"\(os error (\d+)\)", str(problem))
         if number is None:
             raise OSError(str(problem)) from problem
