@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+
+# Characters.
+LONGEST_WORD = 800
 
 
 class UserError(ValueError):
-    """A mistake that the caller can correct; the command line prints it and exits with code 2."""
+    """A mistake that the caller can correct; the command line prints it and exits with code 2.
+
+    What it quotes from a damaged file may have any length: words longer than any name or path of use are shortened.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(re.sub(rf"\S{{{LONGEST_WORD},}}", lambda word: f"{word[0][:100]}...", message))
 
 
 class NotFiniteError(UserError):
