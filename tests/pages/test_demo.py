@@ -301,6 +301,14 @@ def test_picked_object_shows_its_rank(browser, shown):
 
 
 @pytest.mark.slow
+def test_a_narrow_page_shows_the_last_block_first(browser, shown):
+    with showing(browser, shown / "index.html", width=250) as page:
+        hidden = "e => (e = document.querySelector('#picker .scroll')).scrollWidth - e.clientWidth"
+        assert page.evaluate(hidden) > 20
+        page.wait_for_function(f"e => document.querySelector('#picker .scroll').scrollLeft > ({hidden})() - 2")
+
+
+@pytest.mark.slow
 def test_the_page_fits_a_phone_in_the_dark(browser, shown):
     with showing(browser, shown / "index.html", width=400, dark=True) as page:
         assert fits(page)

@@ -136,6 +136,7 @@
     scroll.setAttribute("aria-label", "What each encoder finds");
     answer.replaceChildren(make("div", { className: "asked" }, asked(one, "query: style"), asked(other, "target: style")),
       make("p", { className: "caption", textContent: caption }), scroll);
+    requestAnimationFrame(() => { scroll.scrollLeft = scroll.scrollWidth; }); // a phone shows the last block first
   };
 
   from.addEventListener("change", redraw);
