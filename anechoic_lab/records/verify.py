@@ -98,7 +98,14 @@ def neighbors_of(path: Path) -> list[dict[str, Any]]:
 def of_same_data(path: Path, record: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the records of all folders beside this one's that were trained on the same data."""
     others = [read_record(other) for other in sorted(path.parent.parent.glob("*/*-seed*.json"))]
-    return [other for other in others if other["config"]["data"]["source"] == record["config"]["data"]["source"]]
+    return [other for other in others if source_of(other) == source_of(record)]
+
+
+def source_of(record: Any) -> Any:
+    """Return the data of a record; None for the file of another program, which lies there by chance."""
+    for name in ("config", "data", "source"):
+        record = record.get(name) if isinstance(record, dict) else None
+    return record
 
 
 def allowed_differences(records: Sequence[dict[str, Any]]) -> dict[str, float]:

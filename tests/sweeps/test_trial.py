@@ -312,8 +312,10 @@ def record_file(encoder, tmp_path):
     _, record, _ = encoder
     plain = {**record, "evaluation": {**record["evaluation"], "pictures": False}}
     plain["metrics"] = {name: value for name, value in record["metrics"].items() if name != "pictures"}
-    write_json(tmp_path / "record.json", plain)
-    return tmp_path / "record.json"
+    path = tmp_path / "records" / "record.json"
+    path.parent.mkdir()
+    write_json(path, plain)
+    return path
 
 
 @pytest.mark.slow
@@ -330,6 +332,9 @@ def test_a_record_repeated_is_the_same(record_file, tmp_path):
 
 @pytest.mark.slow
 def test_a_tampered_record_is_refused(record_file, tmp_path):
+    beside = record_file.parent.parent / "of-another-program" / "a-seed1.json"
+    beside.parent.mkdir()
+    write_json(beside, {"config": {}})
     record = read_json(record_file)
     record["metrics"]["knn_mean"] += 10
     write_json(record_file, record)
